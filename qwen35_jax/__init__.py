@@ -1,0 +1,1 @@
+"""Offline batch generation with Qwen3.5 in JAX."""

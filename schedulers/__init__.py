@@ -1,0 +1,1 @@
+"""Host-side scheduling in pure Python; never imports jax."""
