@@ -1,10 +1,24 @@
-"""KV page pool and recurrent-state slot pools as one donated pytree."""
+"""KV page pool and recurrent-state slot pools as one donated pytree, and the memory plan that sizes them.
+
+All bytes of the engine are added up before anything is allocated (:func:`plan_memory`): a job that does not fit is
+told so with the numbers, and one that fits in part has its ``max_num_seqs`` clamped with a warning.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from qwen35_jax.config import ModelConfig
+
+PAGE_SIZE = 64
+"""Tokens of a KV page: equal to the chunk grid of prefill and to the tile of the kernels."""
+
+_TYPICAL_PAGES = 16  # pages a sequence is assumed to want when slots and pages compete for memory (about 1k tokens)
 
 
 class Cache(NamedTuple):
@@ -21,3 +35,215 @@ class Cache(NamedTuple):
     kv: jax.Array
     conv: jax.Array
     state: jax.Array
+
+
+def cache_shapes(
+    config: ModelConfig, num_pages: int, num_slots: int, dtype: jnp.dtype, state_dtype: jnp.dtype
+) -> Cache:
+    """Shapes and dtypes of the pools; ``num_pages`` and ``num_slots`` include the null page and slot."""
+    attention, gdn = config.attention, config.gdn
+    return Cache(
+        kv=jax.ShapeDtypeStruct(  # type: ignore[arg-type]
+            (config.num_attention_layers, num_pages, 2, attention.num_kv_heads, PAGE_SIZE, attention.head_dim), dtype
+        ),
+        conv=jax.ShapeDtypeStruct(  # type: ignore[arg-type]
+            (config.num_gdn_layers, num_slots, gdn.conv_kernel - 1, gdn.conv_dim), dtype
+        ),
+        state=jax.ShapeDtypeStruct(  # type: ignore[arg-type]
+            (config.num_gdn_layers, num_slots, gdn.num_v_heads, gdn.head_v_dim, gdn.head_k_dim), state_dtype
+        ),
+    )
+
+
+def tree_bytes(tree: object) -> int:
+    """Bytes of all arrays (or shape structs) in a pytree."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def page_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes of one KV page over all full-attention layers."""
+    attention = config.attention
+    itemsize = jnp.dtype(dtype).itemsize
+    return config.num_attention_layers * 2 * attention.num_kv_heads * PAGE_SIZE * attention.head_dim * itemsize
+
+
+def slot_bytes(config: ModelConfig, dtype: jnp.dtype, state_dtype: jnp.dtype) -> int:
+    """Bytes of one sequence's recurrent state and conv tail over all GDN layers."""
+    gdn = config.gdn
+    state = gdn.num_v_heads * gdn.head_v_dim * gdn.head_k_dim * jnp.dtype(state_dtype).itemsize
+    conv = (gdn.conv_kernel - 1) * gdn.conv_dim * jnp.dtype(dtype).itemsize
+    return config.num_gdn_layers * (state + conv)
+
+
+def sampler_row_bytes(config: ModelConfig) -> int:
+    """Bytes of one sequence's sampler record: 16 bits a vocabulary row, plus its scalars and stop ids."""
+    return 2 * config.vocab_size + 4 * 80
+
+
+def workspace_bytes(config: ModelConfig, tokens: int, rows: int, dtype: jnp.dtype) -> int:
+    """Estimate of the largest program's scratch: activations of one layer and the sampler's logits.
+
+    The live set of a layer is the residual stream (twice), the widest fused projection and its split copy; the head
+    holds logits in fp32 together with the adjusted copy and the noise of the sampler.
+    """
+    gdn, attention = config.gdn, config.attention
+    widest = max(
+        2 * config.intermediate_size,
+        gdn.conv_dim + gdn.value_dim + 2 * gdn.num_v_heads,
+        2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim,
+    )
+    itemsize = jnp.dtype(dtype).itemsize
+    layer = tokens * (2 * config.hidden_size + 2 * widest) * itemsize
+    gdn_core = tokens * (gdn.conv_dim + gdn.value_dim) * 4  # fp32 q, k, v and output of the chunked rule
+    head = rows * config.vocab_size * 4 * 4
+    return layer + gdn_core + head
+
+
+class MemoryPlanError(ValueError):
+    """The model, or one sequence of the asked length, does not fit in the device's memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of everything an engine puts on one device, and the sizes that follow from them.
+
+    Attributes:
+        limit: bytes the plan may use.
+        weights: parameters.
+        pools: KV pages and state slots, null page and slot included.
+        sampler: sampler records of all slots.
+        staging: pools and records of the staging side (device overlap only).
+        workspace: scratch of the largest program (estimate).
+        num_pages: pages of the KV pool, null page included.
+        num_seqs: sequences admitted at once (slots less the null slot).
+        max_model_len: longest prompt + output.
+        warnings: what was clamped, in words.
+    """
+
+    limit: int
+    weights: int
+    pools: int
+    sampler: int
+    staging: int
+    workspace: int
+    num_pages: int
+    num_seqs: int
+    max_model_len: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes planned in all."""
+        return self.weights + self.pools + self.sampler + self.staging + self.workspace
+
+    def describe(self) -> str:
+        """The plan as a small table in MiB."""
+        rows = [
+            ("weights", self.weights),
+            (f"pools ({self.num_pages} pages, {self.num_seqs} + 1 slots)", self.pools),
+            ("sampler records", self.sampler),
+            ("staging", self.staging),
+            ("workspace (estimate)", self.workspace),
+            ("total", self.total),
+            ("limit", self.limit),
+        ]
+        return "\n".join(f"  {name:<42} {value / 2**20:>12,.1f} MiB" for name, value in rows)
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold ``tokens`` tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    limit: int,
+    dtype: jnp.dtype,
+    state_dtype: jnp.dtype,
+    weights: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_model_len_is_default: bool,
+    max_num_batched_tokens: int,
+    prefill_requests: int,
+    num_kv_pages: int | None = None,
+    staging: int = 0,
+) -> MemoryPlan:
+    """Size the pools so that everything fits in ``limit`` bytes.
+
+    A sequence costs one slot whatever its length and one page per 64 tokens. The pool is never larger than every
+    admitted sequence at full length could use. When memory is short the number of sequences is clamped first (each
+    is assumed to want about a thousand tokens); a default ``max_model_len`` gives way before an asked one fails.
+
+    Args:
+        config: the model.
+        limit: bytes the plan may use on this device.
+        dtype: activation, weight and KV dtype.
+        state_dtype: dtype of the recurrent state.
+        weights: bytes of the parameters on this device.
+        max_num_seqs: asked number of sequences.
+        max_model_len: asked longest prompt + output in tokens.
+        max_model_len_is_default: whether ``max_model_len`` may be lowered without asking.
+        max_num_batched_tokens: prefill tokens of the largest program.
+        prefill_requests: prefill requests of the largest program.
+        num_kv_pages: pages asked for by hand, null page not counted; None takes what fits.
+        staging: bytes of the staging side when it shares this device.
+
+    Raises:
+        MemoryPlanError: weights and one sequence do not fit; the message has the numbers.
+    """
+    page, slot, record = page_bytes(config, dtype), slot_bytes(config, dtype, state_dtype), sampler_row_bytes(config)
+    rows = min(max_num_seqs, 256) + prefill_requests
+    workspace = workspace_bytes(config, max_num_batched_tokens + max_num_seqs, rows, dtype)
+    left = limit - weights - workspace - staging - page - slot - record  # null page, slot and record
+    warnings = []
+
+    def mib(value: float) -> str:
+        return f"{value / 2**20:,.1f} MiB"
+
+    full = pages_for(max_model_len)
+    if left < full * page + slot + record:
+        affordable = (left - slot - record) // page * PAGE_SIZE if left > slot + record else 0
+        if affordable < PAGE_SIZE or not max_model_len_is_default:
+            raise MemoryPlanError(
+                f"one sequence of max_model_len={max_model_len} tokens does not fit: it needs "
+                f"{mib(full * page + slot + record)} of pools, and {mib(max(left, 0))} are left of {mib(limit)} after "
+                f"weights ({mib(weights)}), workspace ({mib(workspace)}) and staging ({mib(staging)}); "
+                f"lower max_model_len, max_num_batched_tokens or raise gpu_memory_utilization"
+            )
+        warnings.append(f"max_model_len lowered from {max_model_len} to {affordable}: that is what memory allows")
+        max_model_len, full = affordable, pages_for(affordable)
+    if num_kv_pages is not None:
+        if num_kv_pages < full:
+            raise MemoryPlanError(
+                f"num_kv_pages={num_kv_pages} holds {num_kv_pages * PAGE_SIZE} tokens, fewer than "
+                f"max_model_len={max_model_len}"
+            )
+        if num_kv_pages * page + slot + record > left:
+            raise MemoryPlanError(f"num_kv_pages={num_kv_pages} needs {mib(num_kv_pages * page)}, {mib(left)} are left")
+        num_seqs = min(max_num_seqs, int((left - num_kv_pages * page) // (slot + record)))
+        num_pages = num_kv_pages
+    else:
+        # One sequence at full length must always fit beside the slots; the others share what is left.
+        per_seq = slot + record + min(full, _TYPICAL_PAGES) * page
+        others = (left - full * page - slot - record) // per_seq
+        num_seqs = min(max_num_seqs, 1 + int(others))
+        num_pages = min(int((left - num_seqs * (slot + record)) // page), num_seqs * full)
+    if num_seqs < max_num_seqs:
+        warnings.append(
+            f"max_num_seqs clamped from {max_num_seqs} to {num_seqs}: a sequence's state and sampler record take "
+            f"{mib(slot + record)}"
+        )
+    return MemoryPlan(
+        limit=limit,
+        weights=weights,
+        pools=(num_pages + 1) * page + (num_seqs + 1) * slot,
+        sampler=(num_seqs + 1) * record,
+        staging=staging,
+        workspace=workspace,
+        num_pages=num_pages + 1,
+        num_seqs=num_seqs,
+        max_model_len=max_model_len,
+        warnings=tuple(warnings),
+    )

@@ -1,0 +1,61 @@
+"""The one place that reads the environment and talks to the backend about devices and memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import jax
+
+log = logging.getLogger(__name__)
+
+_GPU_RESERVE = 0.02  # share of the allocator's arena left for fragmentation
+_CPU_SHARE = 0.5  # share of the host's free memory that pools may plan with: the job's own data lives there too
+
+
+def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) -> None:
+    """Set up the backend: allocator arena and persistent compilation cache.
+
+    The arena's size can only be set before the backend starts; a process that already uses a GPU keeps its own.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
+    if compilation_cache_dir:
+        os.makedirs(compilation_cache_dir, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", compilation_cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def devices() -> list[jax.Device]:
+    """This process's devices, in order."""
+    return jax.local_devices()
+
+
+def memory_limit(device: jax.Device, gpu_memory_utilization: float) -> int:
+    """Bytes the memory plan may use on ``device``."""
+    if device.platform == "cpu":
+        return int(_host_available() * _CPU_SHARE * gpu_memory_utilization)
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if not limit:
+        raise RuntimeError(f"{device.device_kind} does not report its memory; the plan needs bytes_limit")
+    in_use = stats.get("bytes_in_use", 0)
+    if in_use:
+        log.info("%s: %.1f MiB already in use by this process", device.device_kind, in_use / 2**20)
+    return int((limit - in_use) * (1 - _GPU_RESERVE))
+
+
+def _host_available() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the physical size is the best there is
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def compile_threads() -> int:
+    """Compiles at once: as many as there are cores this process may use, at most eight."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
