@@ -1,0 +1,105 @@
+"""Gated full attention over paged keys and values."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pallas_kernels import kv_write, paged_decode_attention, paged_prefill_attention
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.layers.inputs import Batch
+from qwen35_jax.layers.linear import linear
+from qwen35_jax.layers.parameters import matrix, vector
+from qwen35_jax.shapes import Activations, KVPool
+
+
+class GatedAttention(nnx.Module):
+    """Causal grouped-query attention whose output is gated by ``sigmoid(gate)``.
+
+    Parameters: ``qkv_proj [D, 2NH + 2KH]``, its columns being q (N heads), gate (N heads), k and v (K heads each);
+    ``q_norm``, ``k_norm`` fp32 ``[H]`` (norms with 1 + w, before RoPE); ``o_proj [NH, D]``.
+
+    Attributes:
+        pool_layer: index of this layer in the KV pool.
+    """
+
+    def __init__(self, config: ModelConfig, pool_layer: int, *, rngs: nnx.Rngs | None, kernels: str, dtype: jnp.dtype):
+        attention = config.attention
+        q_dim, kv_dim = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        self.config = attention
+        self.eps = config.rms_norm_eps
+        self.pool_layer = pool_layer
+        self.kernels = kernels
+        self.qkv_proj = matrix(rngs, (config.hidden_size, 2 * q_dim + 2 * kv_dim), dtype)
+        self.q_norm = vector(attention.head_dim)
+        self.k_norm = vector(attention.head_dim)
+        self.o_proj = matrix(rngs, (q_dim, config.hidden_size), dtype)
+
+    def __call__(self, x: Activations, batch: Batch, kv_pool: KVPool) -> tuple[Activations, KVPool]:
+        """Writes the tokens' keys and values to their pages, then attends to the pages.
+
+        Args:
+            x: ``[M, D]``, prefill tokens first.
+            batch: where the tokens belong.
+            kv_pool: ``[La, P, 2, K, Z, H]``; only this layer's pages named by ``batch.page_ids`` change.
+
+        Returns:
+            The mixed tokens ``[M, D]`` and the pool.
+        """
+        config = self.config
+        tokens = x.shape[0]
+        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        # All layers hand their index over as an array: one traced and compiled kernel serves them all.
+        layer = np.int32(self.pool_layer)
+
+        projected = linear(x, self.qkv_proj[...])  # [M, 2NH + 2KH]
+        q, gate, k, v = jnp.split(projected, np.cumsum([q_dim, q_dim, kv_dim]), axis=-1)
+        q, gate = (y.reshape(tokens, config.num_heads, config.head_dim) for y in (q, gate))  # [M, N, H]
+        k, v = (y.reshape(tokens, config.num_kv_heads, config.head_dim) for y in (k, v))  # [M, K, H]
+
+        q, kv_pool = kv_write(
+            q,
+            k,
+            v,
+            self.q_norm[...],
+            self.k_norm[...],
+            kv_pool,
+            layer,
+            batch.page_ids,
+            batch.page_offsets,
+            batch.positions,
+            rotary_dim=config.rotary_dim,
+            rope_theta=config.rope_theta,
+            eps=self.eps,
+            implementation=self.kernels,
+        )
+
+        (q_prefill, q_decode), (gate_prefill, gate_decode) = batch.split(q), batch.split(gate)
+        mixed = []
+        if batch.prefill is not None:
+            mixed.append(
+                paged_prefill_attention(
+                    q_prefill,
+                    gate_prefill,
+                    kv_pool,
+                    layer,
+                    batch.prefill.page_table,
+                    batch.prefill.cu_seqlens,
+                    batch.prefill.kv_lens,
+                    implementation=self.kernels,
+                )
+            )
+        if batch.decode is not None:
+            mixed.append(
+                paged_decode_attention(
+                    q_decode,
+                    gate_decode,
+                    kv_pool,
+                    layer,
+                    batch.decode.page_table,
+                    batch.decode.kv_lens,
+                    implementation=self.kernels,
+                )
+            )
+        return linear(batch.join(mixed).reshape(tokens, q_dim), self.o_proj[...]), kv_pool

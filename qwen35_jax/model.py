@@ -1,0 +1,201 @@
+"""The Qwen3.5 text decoder: embedding, unrolled layers of two kinds, final norm, head.
+
+``forward`` advances packed prefill tokens, decode rows, or both at once. Both ride in the same matrix products; only
+the mixers tell them apart.
+
+Dtypes and rounding points. Matrices and the residual stream are in the activation dtype; norm weights, ``A_log`` and
+``dt_bias`` are fp32. A product takes operands in the activation dtype, accumulates in fp32 and rounds once; fp32
+models use ``Precision.HIGHEST``. Norms, gates, RoPE angles, the softmax and the recurrence are fp32 inside. The public
+reference implementation also rounds ``beta``, the cos/sin tables, ``x_hat`` of the gated norm and ``silu(gate)`` of
+the MLP to the activation dtype; here these stay in fp32, which only brings bf16 closer to the fp32 result. Logits come
+out of the accumulator as fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwen35_jax.cache import Cache
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.layers.attention import GatedAttention
+from qwen35_jax.layers.gated_delta_net import GatedDeltaNet
+from qwen35_jax.layers.inputs import Batch, DecodeInputs, PrefillInputs
+from qwen35_jax.layers.linear import unembed
+from qwen35_jax.layers.mlp import MLP
+from qwen35_jax.layers.norm import rms_norm
+from qwen35_jax.layers.parameters import matrix, vector
+from qwen35_jax.shapes import Activations, Hidden, Logits
+
+__all__ = ["DecodeInputs", "DecoderLayer", "ForwardOutput", "PrefillInputs", "Qwen35"]
+
+
+class ForwardOutput(NamedTuple):
+    """What a step leaves.
+
+    Attributes:
+        prefill_hidden: final-normed hidden state of each request's last token of this step ``[R, D]``, zeros for
+            absent requests; None without prefill.
+        decode_hidden: final-normed hidden states of the decode rows ``[B, D]``; None without decode. Rows of padding
+            hold finite numbers without meaning.
+        cache: the pools, updated.
+        layer_outputs: the residual stream after every layer, ``[M, D]`` each; None unless asked for.
+        prefill_all_hidden: final-normed hidden states of all prefill tokens ``[T, D]``; None unless layer outputs are
+            asked for and the step has prefill tokens.
+    """
+
+    prefill_hidden: Hidden | None
+    decode_hidden: Hidden | None
+    cache: Cache
+    layer_outputs: tuple[Activations, ...] | None = None
+    prefill_all_hidden: Hidden | None = None
+
+
+class DecoderLayer(nnx.Module):
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Parameters: ``input_norm``, ``post_norm`` fp32 ``[D]``, and those of ``mixer`` and ``mlp``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: str,
+        pool_layer: int,
+        *,
+        rngs: nnx.Rngs | None,
+        kernels: str,
+        dtype: jnp.dtype,
+    ):
+        mixers = {"linear_attention": GatedDeltaNet, "full_attention": GatedAttention}
+        if kind not in mixers:
+            raise ValueError(f"layer_types: unknown layer kind {kind!r}; known: {', '.join(mixers)}")
+        self.eps = config.rms_norm_eps
+        self.input_norm = vector(config.hidden_size)
+        self.mixer = mixers[kind](config, pool_layer, rngs=rngs, kernels=kernels, dtype=dtype)
+        self.post_norm = vector(config.hidden_size)
+        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Activations, batch: Batch, cache: Cache) -> tuple[Activations, Cache]:
+        """Advances the residual stream ``[M, D]`` by one layer."""
+        if isinstance(self.mixer, GatedDeltaNet):
+            with jax.named_scope("gated_delta_net"):
+                h = rms_norm(x, self.input_norm[...], self.eps)
+                h, conv, state = self.mixer(h, batch, cache.conv, cache.state)
+                cache = cache._replace(conv=conv, state=state)
+        else:
+            with jax.named_scope("attention"):
+                h = rms_norm(x, self.input_norm[...], self.eps)
+                h, kv = self.mixer(h, batch, cache.kv)
+                cache = cache._replace(kv=kv)
+        x = x + h
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
+        return x, cache
+
+
+class Qwen35(nnx.Module):
+    """A dense Qwen3.5 text decoder.
+
+    Parameters: ``embed [vocab, D]``, ``layers``, ``final_norm`` fp32 ``[D]``, and ``lm_head [D, vocab]`` when the
+    embeddings are untied.
+
+    Attributes:
+        config: the model's numbers.
+        dtype: activation dtype.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs | None = None,
+        kernels: str = "auto",
+        param_dtype: jax.typing.DTypeLike | None = None,
+    ):
+        """Makes the parameters.
+
+        Args:
+            config: the model's numbers; ``layer_types`` decides the kind of every layer.
+            rngs: source of random weights; None makes matrices of zeros, to be filled (under ``nnx.eval_shape``
+                nothing is allocated at all).
+            kernels: implementation name for every kernel: "auto", "reference" or a registered one.
+            param_dtype: dtype of matrices and activations; None takes ``config.dtype``.
+
+        Raises:
+            ValueError: an unknown layer kind.
+        """
+        dtype = jnp.dtype(config.dtype if param_dtype is None else param_dtype)
+        self.config = config
+        self.dtype = dtype
+        self.embed = matrix(rngs, (config.vocab_size, config.hidden_size), dtype)
+        layers, seen = [], dict.fromkeys(config.layer_types, 0)
+        for kind in config.layer_types:
+            # A layer's place in the pools of its kind: pools hold only the layers that use them.
+            layers.append(DecoderLayer(config, kind, seen[kind], rngs=rngs, kernels=kernels, dtype=dtype))
+            seen[kind] += 1
+        self.layers = nnx.List(layers)
+        self.final_norm = vector(config.hidden_size)
+        if not config.tie_word_embeddings:
+            self.lm_head = matrix(rngs, (config.hidden_size, config.vocab_size), dtype)
+
+    def forward(
+        self,
+        prefill: PrefillInputs | None,
+        decode: DecodeInputs | None,
+        cache: Cache,
+        *,
+        layer_outputs: bool = False,
+    ) -> ForwardOutput:
+        """Advances the sequences of a step.
+
+        Args:
+            prefill: packed prompt tokens, or None.
+            decode: decode rows, or None.
+            cache: the pools; inside a program they are updated in place when the caller donates them.
+            layer_outputs: also return what every layer left (for comparison with a reference).
+
+        Returns:
+            Hidden states that the head needs, and the updated pools.
+
+        Raises:
+            ValueError: neither prefill nor decode inputs.
+        """
+        batch = Batch.of(prefill, decode)
+        with jax.named_scope("embed"):
+            x = jnp.take(self.embed[...], batch.tokens, axis=0, mode="clip")  # [M, D]
+        collected = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x, cache = layer(x, batch, cache)
+            if layer_outputs:
+                collected.append(x)
+
+        with jax.named_scope("final_norm"):
+            x_prefill, x_decode = batch.split(x)
+            return ForwardOutput(
+                prefill_hidden=None if prefill is None else self._last_hidden(x_prefill, prefill),
+                decode_hidden=None if decode is None else self._normed(x_decode),
+                cache=cache,
+                layer_outputs=tuple(collected) if layer_outputs else None,
+                prefill_all_hidden=self._normed(x_prefill) if layer_outputs and prefill is not None else None,
+            )
+
+    def logits(self, hidden: Hidden) -> Logits:
+        """Scores of every row of the vocabulary: fp32 ``[M, vocab]`` from final-normed ``hidden [M, D]``."""
+        with jax.named_scope("lm_head"):
+            if self.config.tie_word_embeddings:
+                return unembed(hidden, self.embed[...], transposed=True)
+            return unembed(hidden, self.lm_head[...], transposed=False)
+
+    def _normed(self, x: Activations) -> Hidden:
+        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
+
+    def _last_hidden(self, x: Activations, prefill: PrefillInputs) -> Hidden:
+        """Only the rows that the head needs are normed: ``[R, D]``, zeros for requests without tokens."""
+        ends, present = prefill.cu_seqlens[1:], jnp.diff(prefill.cu_seqlens) > 0
+        hidden = self._normed(jnp.take(x, ends - 1, axis=0, mode="clip"))
+        return jnp.where(present[:, None], hidden, jnp.zeros_like(hidden))
