@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen35_jax.cache import Cache
-from qwen35_jax.config import ModelConfig
+from qwen35_jax.config import LayerKind, ModelConfig
+from qwen35_jax.errors import UserInputError
 from qwen35_jax.layers.attention import GatedAttention
 from qwen35_jax.layers.gated_delta_net import GatedDeltaNet
 from qwen35_jax.layers.inputs import Batch, DecodeInputs, PrefillInputs
@@ -63,7 +64,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        kind: str,
+        kind: LayerKind,
         pool_layer: int,
         *,
         rngs: nnx.Rngs | None,
@@ -71,8 +72,6 @@ class DecoderLayer(nnx.Module):
         dtype: jnp.dtype,
     ):
         mixers = {"linear_attention": GatedDeltaNet, "full_attention": GatedAttention}
-        if kind not in mixers:
-            raise ValueError(f"layer_types: unknown layer kind {kind!r}; known: {', '.join(mixers)}")
         self.eps = config.rms_norm_eps
         self.input_norm = vector(config.hidden_size)
         self.mixer = mixers[kind](config, pool_layer, rngs=rngs, kernels=kernels, dtype=dtype)
@@ -126,8 +125,10 @@ class Qwen35(nnx.Module):
             param_dtype: dtype of matrices and activations; None takes ``config.dtype``.
 
         Raises:
-            ValueError: an unknown layer kind.
+            UserInputError: a mixture-of-experts model, which is not built yet.
         """
+        if config.moe is not None:
+            raise UserInputError("mixture-of-experts models (qwen3_5_moe) are not supported yet")
         dtype = jnp.dtype(config.dtype if param_dtype is None else param_dtype)
         self.config = config
         self.dtype = dtype

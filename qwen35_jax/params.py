@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.parameters import SmallParam
 from qwen35_jax.model import Qwen35
 
-FlatParams = tuple[jax.Array, ...]
-ArrayLike = np.ndarray | jax.Array
+type FlatParams = tuple[jax.Array, ...]
+type ArrayLike = np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class ParamPack:
         """
         if len(flat) != len(self.leaves):
             raise ValueError(f"packed parameters: {len(flat)} arrays, expected {len(self.leaves)}")
-        variables: dict[tuple[str | int, ...], nnx.Variable] = {}
+        variables: dict[Any, nnx.Variable] = {}
         for leaf, array in zip(self.leaves, flat, strict=True):
             if array.shape != leaf.spec.shape:
                 raise ValueError(f"{leaf.name}: shape {array.shape}, expected {leaf.spec.shape}")
