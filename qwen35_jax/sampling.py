@@ -40,6 +40,8 @@ from qwen35_jax.sampling_params import GREEDY_BELOW, MAX_LOGPROBS, MAX_STOP_IDS,
 MAX_CANDIDATES = 256
 """Length K of the candidate list."""
 
+_SORT_BLOCK = 8  # rows sorted at once by the full-sort path
+
 _SEEN_IN_PROMPT = 0x8000
 _COUNT_MASK = 0x7FFF
 
@@ -355,33 +357,64 @@ def _choose(state: SamplerState, adjusted: jax.Array, slot_ids: jax.Array, num_v
     tokens = _noisy_argmax(keys, jnp.where(keep, values, -jnp.inf), ids)
 
     if vocab > MAX_CANDIDATES:
-        unordered = (top_k == 0) & (top_p >= 1)
-        unordered &= ~covered
-        by_sort = ~greedy & ~covered & ~unordered
+        unordered = ~covered & (top_k == 0) & (top_p >= 1)
         by_noise = ~greedy & unordered
-        everything = jnp.arange(vocab, dtype=jnp.int32)
+        by_sort = ~greedy & ~covered & ~unordered
+        everything = jnp.arange(vocab, dtype=jnp.int32)[None]
 
         def no_path(scaled: jax.Array) -> jax.Array:
             return tokens
 
         def noise_path(scaled: jax.Array) -> jax.Array:
-            found = _noisy_argmax(keys, jnp.where(scaled >= floor, scaled, -jnp.inf), everything[None])
+            found = _noisy_argmax(keys, jnp.where(scaled >= floor, scaled, -jnp.inf), everything)
             return jnp.where(by_noise, found, tokens)
 
         def sort_path(scaled: jax.Array) -> jax.Array:
-            all_ids = jnp.broadcast_to(everything, scaled.shape)
-            negated, sorted_ids = lax.sort((-scaled, all_ids), dimension=1, is_stable=True, num_keys=1)
-            ordered = -negated
-            weights = jnp.where(ordered >= floor, jnp.exp(ordered - best), 0)
-            keep = _kept_in_order(weights, top_k, top_p, jnp.zeros_like(mass))
-            found = _noisy_argmax(keys, jnp.where(keep, ordered, -jnp.inf), sorted_ids)
-            return jnp.where(by_sort, found, noise_path(scaled))
+            return _sorted_rows(scaled, by_sort, noise_path(scaled), keys, best, floor, top_k, top_p)
 
         path = jnp.where(jnp.any(by_sort), 2, jnp.where(jnp.any(by_noise), 1, 0)).astype(jnp.int32)
         tokens = lax.switch(path, (no_path, noise_path, sort_path), scaled)
 
     tokens = jnp.where(greedy, jnp.argmax(adjusted, axis=1).astype(jnp.int32), tokens)
     return jnp.where(tokens < num_valid, tokens, 0)
+
+
+def _sorted_rows(
+    scaled: jax.Array,
+    wanted: jax.Array,
+    tokens: jax.Array,
+    keys: jax.Array,
+    best: jax.Array,
+    floor: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+) -> jax.Array:
+    """``tokens`` with the ``wanted`` rows replaced by samples over the whole ordered vocabulary.
+
+    Takes only the rows that want it, a few at a time: time grows with their number, and the scratch of the sort (about
+    ten times its input) stays that of a few rows.
+    """
+    rows, vocab = scaled.shape
+    block = min(rows, _SORT_BLOCK)
+    order = jnp.argsort(~wanted, stable=True).astype(jnp.int32)  # wanted rows first
+    order = jnp.pad(order, (0, -rows % block), constant_values=rows)  # past the end: read clipped, written nowhere
+    all_ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), (block, vocab))
+
+    def sort_block(index: jax.Array, tokens: jax.Array) -> jax.Array:
+        picked = lax.dynamic_slice_in_dim(order, index * block, block)
+
+        def take(values: jax.Array) -> jax.Array:
+            return values.at[picked].get(mode="clip")
+
+        negated, ids = lax.sort((-take(scaled), all_ids), dimension=1, is_stable=True, num_keys=1)
+        ordered = -negated
+        weights = jnp.where(ordered >= take(floor), jnp.exp(ordered - take(best)), 0)
+        keep = _kept_in_order(weights, take(top_k), take(top_p), jnp.zeros((block,), jnp.float32))
+        found = _noisy_argmax(take(keys), jnp.where(keep, ordered, -jnp.inf), ids)
+        return tokens.at[picked].set(jnp.where(take(wanted), found, take(tokens)), mode="drop")
+
+    blocks = (jnp.sum(wanted, dtype=jnp.int32) + block - 1) // block
+    return lax.fori_loop(0, blocks, sort_block, tokens)
 
 
 def _kept_in_order(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, mass: jax.Array) -> jax.Array:
