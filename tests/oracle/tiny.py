@@ -131,6 +131,12 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+def _to_bf16(x: np.ndarray) -> np.ndarray:
+    import ml_dtypes  # not in every environment that imports this module
+
+    return x.astype(ml_dtypes.bfloat16)
+
+
 def is_float32_tensor(name: str) -> bool:
     """Whether published checkpoints store this tensor in float32 beside bfloat16 matrices."""
     return name.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
@@ -230,7 +236,6 @@ def write_hf_dir(
         tensors: HF names (of the full export) -> arrays to write instead of :func:`weights`.
         config: config.json to write instead of :func:`hf_config`.
     """
-    import ml_dtypes
     from safetensors.numpy import save_file
 
     path = Path(path)
@@ -246,7 +251,7 @@ def write_hf_dir(
         keep = dtype == "float32" or (mixed_dtypes and is_float32_tensor(name))
         if text_only and name.startswith(PREFIX):
             name = TEXT_ONLY_PREFIX + name.removeprefix(PREFIX)
-        stored[name] = np.ascontiguousarray(value if keep else value.astype(ml_dtypes.bfloat16))
+        stored[name] = np.ascontiguousarray(value if keep else _to_bf16(value))
 
     if config is None:
         config = hf_config(case, text_only=text_only)
