@@ -1,0 +1,125 @@
+"""Definition of ``gdn_prefill`` in plain jnp: the chunkwise form of the gated delta rule.
+
+A chunk of 64 tokens with inclusive log-decay sums G, starting state S [Dv, Dk], satisfies
+
+    (I + L) d = beta (v - exp(G) S k),   L_ij = beta_i (k_i . k_j) exp(G_i - G_j)  for j < i
+    o_i = exp(G_i) S q_i + sum_{j <= i} exp(G_i - G_j) (q_i . k_j) d_j
+    S'  = exp(G_last) S + sum_j exp(G_last - G_j) d_j k_j^T
+
+Differences G_i - G_j are masked to -inf before exp: factored exponentials overflow for strong decays. The unit lower
+triangular system is solved by forward substitution, row by row over all heads at once. The alternatives: the plain
+Neumann product over 64 x 64 loses everything when neighbouring keys repeat (entries grow like binomials; measured
+error 1e11 for equal keys, beta 0.97, no decay), and `lax.linalg.triangular_solve` is as exact but 3.5x slower on a CPU
+(5.8 against 1.6 ms for 32 heads). A pad has k = 0, v = 0, beta = 0, g = 0, so position 63 carries what the last real
+position does.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.numerics import HIGHEST, delta_gates, l2_normalize
+from pallas_kernels.packing import TILE, tile_work_list
+
+# exp(-100) is below the smallest normal float32: a stronger decay erases the state all the same, but its sums would
+# lose the small decays after it, and -inf would make the differences NaN.
+STRONGEST_LOG_DECAY = -100.0
+
+
+def gdn_prefill(
+    qkv, b, a, A_log, dt_bias, state_pool, layer, slot_ids, has_state, cu_seqlens, *, num_k_heads, head_k_dim
+) -> tuple[jax.Array, jax.Array]:
+    """See :func:`pallas_kernels.gdn_prefill`. One loop iteration a live tile; dead entries of the list cost nothing."""
+    num_tokens = qkv.shape[0]
+    _, _, num_v_heads, head_v_dim, _ = state_pool.shape
+    group = num_v_heads // num_k_heads
+    key_dim = num_k_heads * head_k_dim
+    tiles = tile_work_list(cu_seqlens, num_tokens)
+    steps = jnp.arange(TILE, dtype=jnp.int32)
+
+    def one_tile(index, carry):
+        out, pool, state = carry
+        request, start = tiles.request[index], tiles.start[index]
+        slot = slot_ids[request]
+        real = steps < tiles.length[index]
+        rows = jnp.minimum(start + steps, num_tokens - 1)
+
+        tile = jnp.where(real[:, None], qkv[rows], 0).astype(jnp.float32)
+        query = l2_normalize(tile[:, :key_dim].reshape(TILE, num_k_heads, head_k_dim)) * head_k_dim**-0.5
+        key = l2_normalize(tile[:, key_dim : 2 * key_dim].reshape(TILE, num_k_heads, head_k_dim))
+        value = tile[:, 2 * key_dim :].reshape(TILE, num_k_heads, group, head_v_dim)
+        beta, decay = delta_gates(b[rows], a[rows], A_log, dt_bias)
+        beta = jnp.where(real[:, None], beta, 0).reshape(TILE, num_k_heads, group)
+        decay = jnp.where(real[:, None], decay, 0).reshape(TILE, num_k_heads, group)
+
+        stored = jnp.where(has_state[request], pool[layer, slot].astype(jnp.float32), 0)
+        state = jnp.where(tiles.first[index], stored.reshape(state.shape), state)
+        tile_out, state = chunk_step(query, key, value, beta, decay, state)
+
+        # Tiles come in packing order and end where the next begins, so the zeros written past a partial tile are
+        # overwritten by the next one, or are the zeros of the padding.
+        tile_out = tile_out.reshape(TILE, num_v_heads, head_v_dim).astype(out.dtype)
+        out = lax.dynamic_update_slice(out, tile_out, (start, 0, 0))
+        # Every tile writes its request's own slot: cheaper than a branch, and the last one stays.
+        pool = pool.at[layer, slot].set(state.reshape(pool.shape[2:]).astype(pool.dtype))
+        return out, pool, state
+
+    out = jnp.zeros((num_tokens + TILE, num_v_heads, head_v_dim), qkv.dtype)
+    state = jnp.zeros((num_k_heads, group, head_v_dim, head_k_dim), jnp.float32)
+    out, state_pool, _ = lax.fori_loop(0, tiles.count, one_tile, (out, state_pool, state))
+    return out[:num_tokens], state_pool
+
+
+def chunk_step(query, key, value, beta, decay, state) -> tuple[jax.Array, jax.Array]:
+    """One chunk of the gated delta rule, float32; K key heads, G value heads a key head.
+
+    Args:
+        query: [C, K, Dk] normalised and scaled.
+        key: [C, K, Dk] normalised.
+        value: [C, K, G, Dv].
+        beta: [C, K, G].
+        decay: [C, K, G] log decays.
+        state: [K, G, Dv, Dk].
+
+    Returns:
+        outputs [C, K, G, Dv] and the next state [K, G, Dv, Dk].
+    """
+    size = query.shape[0]
+    beta = jnp.moveaxis(beta, 0, -1)  # [K, G, C]
+    total = jnp.cumsum(jnp.maximum(jnp.moveaxis(decay, 0, -1), STRONGEST_LOG_DECAY), axis=-1)  # [K, G, C]
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    between = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))  # [K, G, C, C]
+    since_start = jnp.exp(total)[..., None]  # [K, G, C, 1]
+
+    key_key = _einsum("ikd,jkd->kij", key, key)[:, None]  # [K, 1, C, C]
+    coupling = jnp.where(jnp.tril(causal, -1), beta[..., None] * key_key * between, 0)
+    old_values = since_start * _einsum("ckd,kgvd->kgcv", key, state)
+    delta = solve_unit_lower(coupling, beta[..., None] * (jnp.moveaxis(value, 0, 2) - old_values))  # [K, G, C, Dv]
+
+    query_key = _einsum("ikd,jkd->kij", query, key)[:, None] * between
+    out = since_start * _einsum("ckd,kgvd->kgcv", query, state) + _einsum("kgij,kgjv->kgiv", query_key, delta)
+    until_end = jnp.exp(total[..., -1:] - total)[..., None]
+    state = jnp.exp(total[..., -1])[..., None, None] * state + _einsum("kgcv,ckd->kgvd", until_end * delta, key)
+    return jnp.moveaxis(out, 2, 0), state
+
+
+def solve_unit_lower(strict: jax.Array, right: jax.Array) -> jax.Array:
+    """Solve ``(I + strict) x = right`` by forward substitution.
+
+    Args:
+        strict: [..., C, C], zero on and above the diagonal.
+        right: [..., C, N].
+    """
+
+    def one_row(i, x):
+        row = lax.dynamic_slice_in_dim(strict, i, 1, axis=-2)  # columns >= i are zero: only solved rows count
+        solved = lax.dynamic_slice_in_dim(x, i, 1, axis=-2) - jnp.matmul(row, x, precision=HIGHEST)
+        return lax.dynamic_update_slice_in_dim(x, solved, i, axis=-2)
+
+    return lax.fori_loop(1, strict.shape[-1], one_row, right)
+
+
+def _einsum(spec: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, *operands, precision=HIGHEST)

@@ -1,0 +1,88 @@
+"""Ragged packing: which request a packed token belongs to, and the work list of 64-token tiles.
+
+Tokens of several requests lie end to end on one axis; ``cu_seqlens[r] .. cu_seqlens[r + 1]`` are those of request r,
+and everything from ``cu_seqlens[R]`` on is padding. Tiles are counted from each request's own start, so a tile never
+holds tokens of two requests and results do not depend on where in the pack a request lies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+TILE = 64
+"""Tokens of a tile: the chunk of the delta rule, the page of the KV pool, the query tile of attention."""
+
+
+class TokenOwners(NamedTuple):
+    """Where each packed token belongs.
+
+    Attributes:
+        request: i32[T], request of the token (clipped to R - 1 for pads).
+        offset: i32[T], index of the token in its request's piece.
+        real: bool[T], False for pads.
+    """
+
+    request: jax.Array
+    offset: jax.Array
+    real: jax.Array
+
+
+class Tiles(NamedTuple):
+    """Work list of tiles in packing order; entries from ``count`` on are dead.
+
+    Attributes:
+        request: i32[M], request of the tile.
+        start: i32[M], first packed token of the tile.
+        length: i32[M], number of tokens, 1..64 (live entries).
+        first: bool[M], whether it is the first tile of its request in this call.
+        count: i32[], number of live tiles.
+    """
+
+    request: jax.Array
+    start: jax.Array
+    length: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+
+def token_owners(cu_seqlens: jax.Array, num_tokens: int) -> TokenOwners:
+    """Owner of every packed token.
+
+    Args:
+        cu_seqlens: i32[R + 1], non-decreasing.
+        num_tokens: T.
+    """
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    num_requests = cu_seqlens.shape[0] - 1
+    request = jnp.searchsorted(cu_seqlens[1:], tokens, side="right").astype(jnp.int32)  # skips empty requests
+    request = jnp.minimum(request, num_requests - 1)
+    return TokenOwners(request, tokens - cu_seqlens[request], tokens < cu_seqlens[-1])
+
+
+def max_tiles(num_tokens: int, num_requests: int, tile: int = TILE) -> int:
+    """Most tiles that any packing can need: every request may end in one partial tile."""
+    return num_tokens // tile + num_requests
+
+
+def tile_work_list(cu_seqlens: jax.Array, num_tokens: int, tile: int = TILE) -> Tiles:
+    """Split a pack into tiles.
+
+    Args:
+        cu_seqlens: i32[R + 1], non-decreasing; empty requests get no tile.
+        num_tokens: T.
+        tile: tokens of a full tile.
+    """
+    num_requests = cu_seqlens.shape[0] - 1
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    tiles_of = (lengths + tile - 1) // tile
+    ends = jnp.cumsum(tiles_of)
+    index = jnp.arange(max_tiles(num_tokens, num_requests, tile), dtype=jnp.int32)
+    request = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    request = jnp.minimum(request, num_requests - 1)
+    ordinal = index - (ends[request] - tiles_of[request])
+    start = cu_seqlens[request] + tile * ordinal
+    length = jnp.minimum(tile, cu_seqlens[request + 1] - start)
+    return Tiles(request, start, length, ordinal == 0, ends[-1])

@@ -1,0 +1,72 @@
+"""Public op ``paged_decode_attention``."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from pallas_kernels import checks, registry
+from pallas_kernels.paged_decode_attention import reference
+from pallas_kernels.registry import Implementation
+
+OP = registry.define_op("paged_decode_attention")
+OP.register(registry.REFERENCE, reference.paged_decode_attention, priority=0)
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    gate: jax.Array,
+    kv_pool: jax.Array,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    implementation: str = registry.AUTO,
+) -> jax.Array:
+    """Attention of one token a row over the row's pages, times ``sigmoid(gate)``.
+
+    Scale ``H^-0.5``; query head h reads key/value head ``h // (N // K)``.
+
+    Args:
+        q: [B, N, H] normalised, rotated queries.
+        gate: [B, N, H], dtype of q.
+        kv_pool: [L, P, 2, K, Z, H] pages of (key, value), dtype of q. Page 0 is the null page.
+        layer: i32 scalar, which layer of the pool.
+        page_table: i32[B, W], page of positions ``Z w .. Z w + Z - 1`` of row b; entries past the length are unread.
+        kv_lens: i32[B], length with the token just written, at most W Z; 0 is a padding row.
+        implementation: "auto" or a registered name.
+
+    Returns:
+        [B, N, H] in the dtype of q, zeros for padding rows.
+
+    Raises:
+        ValueError: shapes do not fit; TypeError: dtypes do not fit.
+        UnsupportedArguments: the implementation does not take these arguments.
+        UnknownImplementation: no such implementation.
+    """
+    check = checks.ArgumentChecker(OP.name)
+    check.shape("q", q, ("B", "N", "H")).shape("gate", gate, ("B", "N", "H"))
+    check.shape("kv_pool", kv_pool, ("L", "P", 2, "K", "Z", "H")).shape("page_table", page_table, ("B", "W"))
+    check.shape("kv_lens", kv_lens, ("B",))
+    check.require(
+        check["N"] % check["K"] == 0,
+        f"N = {check['N']} query heads (q) must be a multiple of K = {check['K']} (kv_pool, shape {kv_pool.shape})",
+    )
+    check.dtype("q", q, checks.ACTIVATION_DTYPES).same_dtype(q=q, gate=gate, kv_pool=kv_pool)
+    check.dtype("page_table", page_table, ("int32",)).dtype("kv_lens", kv_lens, ("int32",))
+    arguments = {
+        "q": q,
+        "gate": gate,
+        "kv_pool": kv_pool,
+        "layer": checks.layer_index(OP.name, layer),
+        "page_table": page_table,
+        "kv_lens": kv_lens,
+    }
+    return _run(arguments, implementation=OP.select(implementation, arguments))
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _run(arguments: dict[str, jax.Array], *, implementation: Implementation):
+    with jax.named_scope(OP.name):
+        return implementation.function(**arguments)

@@ -1,0 +1,79 @@
+"""Public op ``paged_prefill_attention``."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from pallas_kernels import checks, registry
+from pallas_kernels.paged_prefill_attention import reference
+from pallas_kernels.registry import Implementation
+
+OP = registry.define_op("paged_prefill_attention")
+OP.register(registry.REFERENCE, reference.paged_prefill_attention, priority=0)
+
+
+def paged_prefill_attention(
+    q: jax.Array,
+    gate: jax.Array,
+    kv_pool: jax.Array,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    cu_seqlens: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    implementation: str = registry.AUTO,
+) -> jax.Array:
+    """Causal attention of packed new tokens over their requests' pages, times ``sigmoid(gate)``.
+
+    The keys and values of the new tokens are already in the pages. With ``n_r = cu_seqlens[r + 1] - cu_seqlens[r]``,
+    token i of request r sits at position ``kv_lens[r] - n_r + i`` and sees positions up to its own. Scale ``H^-0.5``;
+    query head h reads key/value head ``h // (N // K)``.
+
+    Args:
+        q: [T, N, H] normalised, rotated queries.
+        gate: [T, N, H], dtype of q.
+        kv_pool: [L, P, 2, K, Z, H] pages of (key, value), dtype of q. Page 0 is the null page.
+        layer: i32 scalar, which layer of the pool.
+        page_table: i32[R, W], page of positions ``Z w .. Z w + Z - 1`` of request r; entries past the length are
+            unread.
+        cu_seqlens: i32[R + 1], packed offsets; tokens from cu_seqlens[R] on are padding.
+        kv_lens: i32[R], length with the new tokens, at most W Z.
+        implementation: "auto" or a registered name.
+
+    Returns:
+        [T, N, H] in the dtype of q, zeros for pads.
+
+    Raises:
+        ValueError: shapes do not fit; TypeError: dtypes do not fit.
+        UnsupportedArguments: the implementation does not take these arguments.
+        UnknownImplementation: no such implementation.
+    """
+    check = checks.ArgumentChecker(OP.name)
+    check.shape("q", q, ("T", "N", "H")).shape("gate", gate, ("T", "N", "H"))
+    check.shape("kv_pool", kv_pool, ("L", "P", 2, "K", "Z", "H")).shape("page_table", page_table, ("R", "W"))
+    check.shape("cu_seqlens", cu_seqlens, (check["R"] + 1,)).shape("kv_lens", kv_lens, ("R",))
+    check.require(
+        check["N"] % check["K"] == 0,
+        f"N = {check['N']} query heads (q) must be a multiple of K = {check['K']} (kv_pool, shape {kv_pool.shape})",
+    )
+    check.dtype("q", q, checks.ACTIVATION_DTYPES).same_dtype(q=q, gate=gate, kv_pool=kv_pool)
+    for name, array in (("page_table", page_table), ("cu_seqlens", cu_seqlens), ("kv_lens", kv_lens)):
+        check.dtype(name, array, ("int32",))
+    arguments = {
+        "q": q,
+        "gate": gate,
+        "kv_pool": kv_pool,
+        "layer": checks.layer_index(OP.name, layer),
+        "page_table": page_table,
+        "cu_seqlens": cu_seqlens,
+        "kv_lens": kv_lens,
+    }
+    return _run(arguments, implementation=OP.select(implementation, arguments))
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _run(arguments: dict[str, jax.Array], *, implementation: Implementation):
+    with jax.named_scope(OP.name):
+        return implementation.function(**arguments)
