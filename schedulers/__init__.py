@@ -6,7 +6,18 @@ from schedulers.page_pool import PagePool, pages_for
 from schedulers.plan import Chunk, DecodeRow, Plan
 from schedulers.request import Released, Request, RequestRejected, UnknownRequest
 from schedulers.scheduler import LaunchOutcome, Scheduler, SchedulerConfig, Stats
+from schedulers.simulator import LinearCost, SimRequest, SimResult, StepCost, simulate
 from schedulers.slot_pool import SlotPool
+from schedulers.trace import (
+    MixedLoad,
+    PaddingWaste,
+    StepRecord,
+    StepTrace,
+    check_mixed_load,
+    itl_percentiles,
+    padding_waste,
+    stalled_decode_share,
+)
 
 __all__ = [
     "POLICIES",
@@ -17,6 +28,9 @@ __all__ = [
     "Chunk",
     "DecodeRow",
     "LaunchOutcome",
+    "LinearCost",
+    "MixedLoad",
+    "PaddingWaste",
     "PagePool",
     "Plan",
     "Released",
@@ -24,9 +38,19 @@ __all__ = [
     "RequestRejected",
     "Scheduler",
     "SchedulerConfig",
+    "SimRequest",
+    "SimResult",
     "SlotPool",
     "Stats",
+    "StepCost",
+    "StepRecord",
+    "StepTrace",
     "UnknownRequest",
+    "check_mixed_load",
     "choose_prefill_budget",
+    "itl_percentiles",
+    "padding_waste",
     "pages_for",
+    "simulate",
+    "stalled_decode_share",
 ]

@@ -24,9 +24,9 @@ def choose_prefill_budget(
 ) -> int:
     """Prefill tokens allowed in the next step.
 
-    ``auto`` is the reference policy, kept exactly with its weaknesses: it defers prefill while any row is within the
-    finishing window and does not bound how many ticks in a row (a steady flow of finishing rows starves prefill); capping
-    the budget at the front prompt leaves room that a second prompt could fill; and tokens do not bound a step's latency.
+    ``auto`` is the reference policy, kept exactly with its weaknesses: it does not bound how many ticks in a row the
+    finishing window may defer prefill (a steady flow of finishing rows starves it); the cap at the front prompt leaves
+    budget unused that a second prompt could fill; and a budget in tokens does not bound the latency of a step.
 
     Args:
         policy: "off" or "auto".
