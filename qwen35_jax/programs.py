@@ -466,9 +466,7 @@ class ProgramSet:
             )
         for width in self._merge_widths:
             places = self._struct((1 + width,), jnp.int32)
-            size = sum(
-                math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in _row_structs(self.shapes, width)
-            )
+            size = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in _row_structs(self.shapes, width))
             data = self._struct((size,), jnp.uint8)
             jobs["merge", width] = (
                 f"merge W={width}",

@@ -1,0 +1,280 @@
+"""From a model directory and options to a warm engine: plan memory, load weights, compile, warm up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from qwen35_jax import runtime
+from qwen35_jax.cache import MemoryPlan, MemoryPlanError, pages_for, plan_memory, tree_bytes
+from qwen35_jax.checkpoint import load_model_params, read_model_config
+from qwen35_jax.config import EngineConfig, ModelConfig
+from qwen35_jax.engine import Engine
+from qwen35_jax.errors import UserInputError
+from qwen35_jax.params import FlatParams, ParamPack
+from qwen35_jax.prefill_device import PrefillDevice
+from qwen35_jax.programs import (
+    VARIANTS,
+    CompileCounter,
+    DeviceState,
+    ProgramKey,
+    ProgramSet,
+    StepSpec,
+    device_state_shapes,
+    init_device_state,
+)
+from qwen35_jax.progress import ProgressFn, silent
+from qwen35_jax.weights import random_params
+from schedulers import BucketLadder, Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from qwen35_jax.text import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_CPU_MODEL_LEN = 4096  # default context of the CPU backend: its page tables are scanned in full, so width costs time
+
+
+def create_engine(
+    model: str, *, progress: ProgressFn = silent, **options: Any
+) -> tuple[Engine, ModelConfig, Tokenizer | None]:
+    """Load a model directory and make it ready.
+
+    Args:
+        model: Hugging Face or converted (Orbax) directory.
+        progress: told of every stage (loading, compiling, warming up).
+        **options: fields of :class:`EngineConfig`.
+
+    Returns:
+        The engine, the model's configuration and the tokenizer (None with ``skip_tokenizer_init``).
+
+    Raises:
+        UserInputError: the directory or an option is wrong; the message names it.
+        MemoryPlanError: it does not fit.
+    """
+    config = EngineConfig(**options).validate()
+    runtime.prepare(config.gpu_memory_utilization, config.compilation_cache_dir)
+    model_config = read_model_config(model)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        from qwen35_jax.text import Tokenizer
+
+        tokenizer = Tokenizer.from_dir(model)
+        if tokenizer.vocab_limit > model_config.vocab_size:
+            raise UserInputError(
+                f"{model}: the tokenizer knows ids up to {tokenizer.vocab_limit - 1}, the model has "
+                f"{model_config.vocab_size} vocabulary rows"
+            )
+
+    def load(device: jax.Device, dtype: jnp.dtype) -> FlatParams:
+        if config.load_format == "random":
+            return random_params(model_config, dtype=dtype, seed=config.seed, device=device)
+        return load_model_params(model, model_config, dtype=dtype, device=device, progress=progress)
+
+    eos = tuple(sorted({*model_config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}))
+    num_valid = tokenizer.vocab_limit if tokenizer else model_config.vocab_size
+    engine = build_engine(config, model_config, load, eos_ids=eos, num_valid=num_valid, progress=progress)
+    return engine, model_config, tokenizer
+
+
+def build_engine(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    load: Any,
+    *,
+    eos_ids: Sequence[int],
+    num_valid: int,
+    progress: ProgressFn = silent,
+    ladder: BucketLadder | None = None,
+) -> Engine:
+    """Make an engine from configurations and a weight loader.
+
+    Args:
+        config: validated options.
+        model_config: the model.
+        load: ``load(device, dtype)`` gives the flat parameter tuple on that device.
+        eos_ids: ids that end an output.
+        num_valid: ids below this are real.
+        progress: told of every stage.
+        ladder: program shapes in place of the backend's default ladder.
+
+    Raises:
+        UserInputError: an option does not fit this machine.
+        MemoryPlanError: it does not fit.
+    """
+    say = getattr(progress, "message", log.info)
+    devices = runtime.devices()
+    overlap_device = config.decode_overlap == "device"
+    if overlap_device and len(devices) < 2:
+        raise UserInputError(
+            f"decode_overlap='device' needs two devices, this process has {len(devices)} ({devices[0].device_kind})"
+        )
+    main, other = devices[0], devices[1] if overlap_device else None
+    dtype = jnp.dtype(model_config.dtype if config.dtype == "auto" else config.dtype)
+    state_dtype = jnp.dtype(config.state_dtype)
+    pack = ParamPack(model_config, dtype=dtype, kernels=config.kernels)
+
+    plan = _plan(config, model_config, pack, main, dtype, state_dtype)
+    scheduler_config, ladder, staging = _sizes(config, model_config, plan, dtype, state_dtype, main.platform, ladder)
+    if staging is not None and other is not None:
+        _check_staging(plan, tree_bytes(staging), runtime.memory_limit(other, config.gpu_memory_utilization))
+    say(f"device: {main.device_kind}; dtype {dtype.name}, state {state_dtype.name}, kernels {config.kernels}")
+    say(f"memory plan:\n{plan.describe()}")
+    say(
+        f"max_model_len {plan.max_model_len}, max_num_seqs {plan.num_seqs}, "
+        f"max_num_batched_tokens {scheduler_config.max_num_batched_tokens}"
+    )
+    for warning in plan.warnings:
+        log.warning(warning)
+        say(f"warning: {warning}")
+    say(ladder.describe())
+
+    compiles = CompileCounter()
+    spec = StepSpec(pack, num_valid)
+    params = load(main, dtype)
+    shapes = device_state_shapes(model_config, plan.num_pages, plan.num_seqs + 1, dtype, state_dtype)
+    widths = ladder.prefill_axes.widths
+    programs = ProgramSet(
+        spec,
+        main,
+        params,
+        shapes,
+        _main_keys(config, ladder),
+        merge_widths=widths if overlap_device else (),
+        fill_width=min(16, widths[-1]),
+    )
+    _compile(programs, progress, "compiling")
+    state = programs.warm_up(init_device_state(shapes, main))
+    prefill_device = None
+    if other is not None and staging is not None:
+        other_programs = ProgramSet(
+            spec,
+            other,
+            jax.device_put(params, other),
+            staging,
+            tuple(ProgramKey("prefill", bucket, 1, variant) for bucket in ladder.prefill for variant in VARIANTS),
+            extract_widths=widths,
+            fill_width=min(16, widths[-1]),
+        )
+        _compile(other_programs, progress, "compiling for the prefill device")
+        staging_state = other_programs.warm_up(init_device_state(staging, other))
+        prefill_device = PrefillDevice(other_programs, staging_state, widths, poison=config.debug_poison)
+    return Engine(
+        config,
+        Scheduler(scheduler_config, ladder),
+        programs,
+        state,
+        eos_ids=eos_ids,
+        num_valid=num_valid,
+        prefill_device=prefill_device,
+        compiles=compiles,
+    )
+
+
+def _plan(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    pack: ParamPack,
+    device: jax.Device,
+    dtype: jnp.dtype,
+    state_dtype: jnp.dtype,
+) -> MemoryPlan:
+    longest = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        max_model_len = min(longest, _CPU_MODEL_LEN) if device.platform == "cpu" else longest
+    elif config.max_model_len > longest:
+        raise UserInputError(
+            f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={longest}"
+        )
+    else:
+        max_model_len = config.max_model_len
+    return plan_memory(
+        model_config,
+        limit=runtime.memory_limit(device, config.gpu_memory_utilization),
+        dtype=dtype,
+        state_dtype=state_dtype,
+        weights=pack.num_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        max_model_len_is_default=config.max_model_len is None,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_requests=min(config.max_num_seqs, max(1, config.max_num_batched_tokens // 16)),
+        num_kv_pages=config.num_kv_pages,
+    )
+
+
+def _sizes(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    plan: MemoryPlan,
+    dtype: jnp.dtype,
+    state_dtype: jnp.dtype,
+    platform: str,
+    ladder: BucketLadder | None,
+) -> tuple[SchedulerConfig, BucketLadder, DeviceState | None]:
+    """Scheduler limits, bucket ladder and (``device`` overlap) the shapes of the staging pool."""
+    limits = SchedulerConfig(
+        max_num_seqs=plan.num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        num_pages=plan.num_pages,
+        num_slots=plan.num_seqs + 1,
+        policy=config.scheduler_policy,
+        decode_steps=config.decode_steps,
+        overlap="off" if config.decode_overlap == "device" else config.decode_overlap,
+    )
+    if ladder is None:
+        ladder = limits.ladder("small" if platform == "cpu" else "coarse")
+    if config.decode_overlap != "device":
+        return limits, ladder, None
+    # A launch holds at most one prompt of full length beside what its token budget covers.
+    per_launch = pages_for(plan.max_model_len) + pages_for(config.max_num_batched_tokens) + ladder.max_requests
+    staging_slots = config.async_chunks * (ladder.max_requests + 1) + 1
+    staging_pages = config.async_chunks * per_launch + 1
+    limits = dataclasses.replace(
+        limits,
+        overlap="device",
+        max_chunks_in_flight=config.async_chunks,
+        staging_slots=staging_slots,
+        staging_pages=staging_pages,
+    )
+    return limits, ladder, device_state_shapes(model_config, staging_pages, staging_slots, dtype, state_dtype)
+
+
+def _check_staging(plan: MemoryPlan, staging: int, limit: int) -> None:
+    needed = plan.weights + staging + plan.workspace
+    if needed > limit:
+        raise MemoryPlanError(
+            f"the prefill device needs {needed / 2**20:,.1f} MiB (weights, a staging pool of {staging / 2**20:,.1f} MiB "
+            f"and workspace), {limit / 2**20:,.1f} MiB are there; lower max_model_len or max_num_batched_tokens"
+        )
+
+
+def _main_keys(config: EngineConfig, ladder: BucketLadder) -> tuple[ProgramKey, ...]:
+    """Every program the main device may be asked for, decode first."""
+    keys = [
+        ProgramKey("decode", bucket, steps, variant)
+        for steps in sorted({1, config.decode_steps})
+        for bucket in ladder.decode
+        for variant in VARIANTS
+    ]
+    if config.decode_overlap != "device":
+        keys += [ProgramKey("prefill", bucket, 1, variant) for bucket in ladder.prefill for variant in VARIANTS]
+    if config.decode_overlap == "stream":
+        keys += [ProgramKey("unified", bucket, 1, variant) for bucket in ladder.unified for variant in VARIANTS]
+    return tuple(keys)
+
+
+def _compile(programs: ProgramSet, progress: ProgressFn, stage: str) -> None:
+    started = time.perf_counter()
+    programs.compile(
+        lambda done, total, name, seconds: progress(stage, done, total, f"bucket {name} took {seconds:.1f} s"),
+        threads=runtime.compile_threads(),
+    )
+    log.info("%s: all programs ready after %.1f s", stage, time.perf_counter() - started)
