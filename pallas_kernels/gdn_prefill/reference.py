@@ -38,32 +38,44 @@ def gdn_prefill(
     key_dim = num_k_heads * head_k_dim
     tiles = tile_work_list(cu_seqlens, num_tokens)
     steps = jnp.arange(TILE, dtype=jnp.int32)
+    # Room for the last tile to run past the end, so that tiles are plain slices.
+    qkv = jnp.pad(qkv, ((0, TILE), (0, 0)))
+    beta, decay = delta_gates(b, a, A_log, dt_bias)
+    beta, decay = (jnp.pad(gate, ((0, TILE), (0, 0))) for gate in (beta, decay))
 
     def one_tile(index, carry):
         out, pool, state = carry
         request, start = tiles.request[index], tiles.start[index]
         slot = slot_ids[request]
         real = steps < tiles.length[index]
-        rows = jnp.minimum(start + steps, num_tokens - 1)
 
-        tile = jnp.where(real[:, None], qkv[rows], 0).astype(jnp.float32)
+        tile = jnp.where(real[:, None], lax.dynamic_slice_in_dim(qkv, start, TILE), 0).astype(jnp.float32)
         query = l2_normalize(tile[:, :key_dim].reshape(TILE, num_k_heads, head_k_dim)) * head_k_dim**-0.5
         key = l2_normalize(tile[:, key_dim : 2 * key_dim].reshape(TILE, num_k_heads, head_k_dim))
         value = tile[:, 2 * key_dim :].reshape(TILE, num_k_heads, group, head_v_dim)
-        beta, decay = delta_gates(b[rows], a[rows], A_log, dt_bias)
-        beta = jnp.where(real[:, None], beta, 0).reshape(TILE, num_k_heads, group)
-        decay = jnp.where(real[:, None], decay, 0).reshape(TILE, num_k_heads, group)
+        tile_beta = jnp.where(real[:, None], lax.dynamic_slice_in_dim(beta, start, TILE), 0)
+        tile_decay = jnp.where(real[:, None], lax.dynamic_slice_in_dim(decay, start, TILE), 0)
 
-        stored = jnp.where(has_state[request], pool[layer, slot].astype(jnp.float32), 0)
+        place = (layer, slot, 0, 0, 0)
+        stored = lax.dynamic_slice(pool, place, (1, 1, *pool.shape[2:])).astype(jnp.float32)
+        stored = jnp.where(has_state[request], stored, 0)
         state = jnp.where(tiles.first[index], stored.reshape(state.shape), state)
-        tile_out, state = chunk_step(query, key, value, beta, decay, state)
+        tile_out, state = chunk_step(
+            query,
+            key,
+            value,
+            tile_beta.reshape(TILE, num_k_heads, group),
+            tile_decay.reshape(TILE, num_k_heads, group),
+            state,
+        )
 
         # Tiles come in packing order and end where the next begins, so the zeros written past a partial tile are
         # overwritten by the next one, or are the zeros of the padding.
         tile_out = tile_out.reshape(TILE, num_v_heads, head_v_dim).astype(out.dtype)
         out = lax.dynamic_update_slice(out, tile_out, (start, 0, 0))
         # Every tile writes its request's own slot: cheaper than a branch, and the last one stays.
-        pool = pool.at[layer, slot].set(state.reshape(pool.shape[2:]).astype(pool.dtype))
+        written = state.reshape(1, 1, *pool.shape[2:]).astype(pool.dtype)
+        pool = lax.dynamic_update_slice(pool, written, place)
         return out, pool, state
 
     out = jnp.zeros((num_tokens + TILE, num_v_heads, head_v_dim), qkv.dtype)
