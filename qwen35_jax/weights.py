@@ -17,7 +17,7 @@ import math
 import os
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -31,15 +31,36 @@ from qwen35_jax.errors import UserInputError
 from qwen35_jax.hf_config import check_model_dir
 from qwen35_jax.name_table import Recipe
 from qwen35_jax.params import ArrayLike, FlatParams, ParamPack
+from qwen35_jax.progress import ProgressFn, silent
 from qwen35_jax.safetensors_files import READABLE_DTYPES, ShardFile, TensorEntry, TensorReader, open_shards
 
 _log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int, str], None]
-"""Called as ``progress(done_bytes, total_bytes, name)`` whenever a parameter has been placed."""
-
 _READ_THREADS = 4  # one thread copies 2-3 GB/s out of the page cache; local disks and the device take more
 _COMPARE_BYTES = 16 << 20
+
+
+class ByteProgress:
+    """Tells a :data:`~qwen35_jax.progress.ProgressFn` of bytes done, in MiB.
+
+    Args:
+        progress: whom to tell.
+        stage: the stage's name.
+        total: bytes in all.
+    """
+
+    def __init__(self, progress: ProgressFn, stage: str, total: int):
+        self._progress, self._stage, self._total = progress, stage, total
+        self._done, self._told = 0, -1
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes, and reports whenever another MiB is full."""
+        self._done += num_bytes
+        total = max(1, round(self._total / 2**20))
+        done = total if self._done >= self._total else min(int(self._done / 2**20), total - 1)
+        if done != self._told:
+            self._told = done
+            self._progress(self._stage, done, total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +137,19 @@ def plan_load(model_dir: str | os.PathLike[str], config: ModelConfig) -> LoadPla
         raise UserInputError(f"the weights of {str(path)!r} do not fit its config: {'; '.join(problems)}")
 
     if skipped:
-        _log.info(
-            "%s: skipped %d tensors that text generation does not use: %s", path, len(skipped), ", ".join(skipped)
-        )
+        groups = collections.Counter(_skipped_group(name) for name in skipped)
+        counts = ", ".join(f"{count} {group}" for group, count in groups.items())
+        _log.info("%s: skipped tensors that text generation does not use: %s", path, counts)
+        _log.debug("%s: skipped %s", path, ", ".join(skipped))
     entries = {
         recipe.path: tuple(tensors[source.full_name(prefix)] for source in recipe.sources)
         for recipe in recipes.values()
     }
     return LoadPlan(path, config, recipes, entries, tuple(shards), "full" if full else "text-only", tuple(skipped))
+
+
+def _skipped_group(name: str) -> str:
+    return next((f"{prefix}*" for prefix in name_table.SKIPPED_PREFIXES if name.startswith(prefix)), name)
 
 
 def _listed(names: list[str], limit: int = 3) -> str:
@@ -167,7 +193,7 @@ def load_params(
     config: ModelConfig,
     dtype: jax.typing.DTypeLike | None = None,
     device: jax.Device | None = None,
-    progress: Progress | None = None,
+    progress: ProgressFn = silent,
 ) -> FlatParams:
     """Reads a Hugging Face checkpoint into the packed tuple of :class:`~qwen35_jax.params.ParamPack`.
 
@@ -177,7 +203,7 @@ def load_params(
         dtype: dtype of matrices; None takes ``config.dtype``. The dtypes of the files may be mixed and different.
             Norms, ``A_log`` and ``dt_bias`` are fp32 whatever the files say.
         device: where the parameters go; None takes JAX's default.
-        progress: called after every parameter.
+        progress: told of the MiB read.
 
     Raises:
         UserInputError: as :func:`plan_load`, before anything is allocated; or a file that changed since.
@@ -202,7 +228,8 @@ def read_parameters(
     paths: Sequence[str],
     *,
     device: jax.Device | None = None,
-    progress: Progress | None = None,
+    progress: ProgressFn = silent,
+    stage: str = "loading weights (MiB)",
 ) -> Iterator[Iterator[tuple[str, ArrayLike]]]:
     """Opens the files; the block gets an iterator of (path, parameter) in the order of ``paths``.
 
@@ -213,17 +240,16 @@ def read_parameters(
         pack: the layout, for dtypes.
         paths: the parameters, in order.
         device: where matrices go; None takes JAX's default.
-        progress: called after every parameter, out of the bytes of all ``paths``.
+        progress: told of the MiB read so far, out of those of all ``paths``, after every parameter.
+        stage: what the progress is called.
     """
 
     def place(reader: TensorReader, pool: ThreadPoolExecutor) -> Iterator[tuple[str, ArrayLike]]:
         sizes = {path: sum(entry.num_bytes for entry in plan.entries[path]) for path in paths}
-        done, total = 0, sum(sizes.values())
+        report = ByteProgress(progress, stage, sum(sizes.values()))
         for path, tensors in _read_ahead(plan, paths, reader, pool):
+            report.add(sizes[path])
             yield path, _join(plan, path, tensors, pack.specs[path].dtype, device)
-            done += sizes[path]
-            if progress is not None:
-                progress(done, total, path)
 
     with TensorReader() as reader, ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-weights") as pool:
         try:
