@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -186,6 +187,8 @@ class Tokenizer:
     @functools.cached_property
     def _template_tokenizer(self) -> Any:
         """The transformers tokenizer, for its chat template and special tokens only."""
+        # Rendering needs no torch, so the advice to install it would only alarm users.
+        logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
         from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
         # This class takes tokenizer.json as it is, whatever class tokenizer_config.json names.
