@@ -1,0 +1,208 @@
+"""Writes a checkpoint of random weights in genuine Hugging Face layout, a block of a tensor at a time.
+
+    python scripts/make_random_checkpoint.py --preset=4b --output=DIR
+
+config.json, generation_config.json and sharded safetensors with an index, as released checkpoints have them; memory
+stays small however large the model. A tensor's values depend on the seed and its name only. There is no tokenizer
+unless ``--tokenizer_from`` copies one.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from absl import flags
+
+from qwen35_jax.cli.command import run_command
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.errors import UserInputError
+from qwen35_jax.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json_object
+from qwen35_jax.name_table import FULL_PREFIX, Recipe, Source, parameter_table
+from qwen35_jax.presets import PRESETS
+from qwen35_jax.progress import Progress, ProgressFn
+from qwen35_jax.safetensors_files import INDEX_FILE
+from qwen35_jax.weights import ByteProgress, draw_small, matrix_scale
+
+_PRESET = flags.DEFINE_string("preset", None, f"One of {', '.join(PRESETS)}.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "Directory to make; absent or empty.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32", "float16"], "dtype of the matrices.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.", lower_bound=0)
+_SHARD_SIZE_MB = flags.DEFINE_integer("shard_size_mb", 4096, "Largest size of a shard.", lower_bound=1)
+_TOKENIZER_FROM = flags.DEFINE_string("tokenizer_from", None, "Directory whose tokenizer files are copied.")
+_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", None, "Vocabulary rows in place of the preset's.", lower_bound=1)
+
+NUMPY_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
+FILE_DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", GENERATION_CONFIG_FILE),
+)
+FLOAT32_INITS = ("decay", "near_one")  # A_log and the norm of the recurrence, as released files store them
+BLOCK_VALUES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to be written: its full name, its source and recipe, its dtype name."""
+
+    name: str
+    source: Source
+    recipe: Recipe
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.source.shape) * np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
+
+    def blocks(self, seed: int) -> Iterator[np.ndarray]:
+        """The values, in blocks of whole rows."""
+        if self.recipe.init not in ("matrix", "embedding"):
+            yield draw_small(self.recipe, self.source.shape, seed).astype(NUMPY_DTYPES[self.dtype])
+            return
+        rng = np.random.default_rng([seed, zlib.crc32(self.source.name.encode())])
+        rows, columns = self.source.shape
+        bound = np.float32(matrix_scale(self.recipe.init, columns) * math.sqrt(3.0))
+        step = max(1, BLOCK_VALUES // columns)
+        for start in range(0, rows, step):
+            values = rng.random((min(step, rows - start), columns), np.float32)
+            values *= 2 * bound
+            values -= bound
+            yield values.astype(NUMPY_DTYPES[self.dtype])
+
+
+def list_tensors(config: ModelConfig) -> list[Tensor]:
+    """All tensors of the model, in the order of the file."""
+    return [
+        Tensor(
+            source.full_name(FULL_PREFIX),
+            source,
+            recipe,
+            "float32" if recipe.init in FLOAT32_INITS else config.dtype,
+        )
+        for recipe in parameter_table(config).values()
+        for source in recipe.sources
+    ]
+
+
+def split_shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    """Consecutive tensors in shards of at most ``max_bytes``; a larger tensor has a shard of its own."""
+    shards, size = [[]], 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
+    return shards
+
+
+def write_shard(path: pathlib.Path, tensors: list[Tensor], seed: int, report: ByteProgress) -> None:
+    """Writes one safetensors file: the header, then block after block."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": FILE_DTYPES[tensor.dtype],
+            "shape": tensor.source.shape,
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            for block in tensor.blocks(seed):
+                data = np.ascontiguousarray(block).view(np.uint8)
+                file.write(data)
+                report.add(data.size)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+
+
+def copy_tokenizer(source: pathlib.Path, target: pathlib.Path, config: ModelConfig) -> ModelConfig:
+    """Copies tokenizer files; the model takes the EOS ids of the directory's generation config, if it has one."""
+    from tokenizers import Tokenizer
+
+    if not (source / "tokenizer.json").is_file():
+        raise UserInputError(f"tokenizer_from: {str(source)!r} has no tokenizer.json")
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    last = max(Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab().values())
+    if last >= config.vocab_size:
+        raise UserInputError(
+            f"tokenizer_from: the tokenizer knows ids up to {last}, the model has {config.vocab_size} vocabulary rows "
+            "(see --vocab_size)"
+        )
+    if not (source / GENERATION_CONFIG_FILE).is_file():
+        return config
+    eos = read_json_object(source / GENERATION_CONFIG_FILE).get("eos_token_id", [])
+    return dataclasses.replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+def write_checkpoint(
+    directory: pathlib.Path,
+    config: ModelConfig,
+    *,
+    seed: int,
+    max_shard_bytes: int,
+    tokenizer_from: str | None,
+    progress: ProgressFn,
+) -> None:
+    """Writes everything into an existing, empty directory."""
+    if tokenizer_from is not None:
+        config = copy_tokenizer(pathlib.Path(tokenizer_from), directory, config)
+    write_json(directory / CONFIG_FILE, config.to_hf())
+    if not (directory / GENERATION_CONFIG_FILE).is_file():
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
+        write_json(directory / GENERATION_CONFIG_FILE, {"eos_token_id": list(config.eos_token_ids), **sampling})
+    tensors = list_tensors(config)
+    total = sum(tensor.num_bytes for tensor in tensors)
+    report = ByteProgress(progress, "writing weights (MiB)", total)
+    shards = split_shards(tensors, max_shard_bytes)
+    weight_map = {}
+    for index, shard in enumerate(shards, start=1):
+        name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        write_shard(directory / name, shard, seed, report)
+        weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
+    write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def main() -> None:
+    output = pathlib.Path(_OUTPUT.value)
+    overrides: dict[str, Any] = {"dtype": _DTYPE.value}
+    if _VOCAB_SIZE.value is not None:
+        overrides["vocab_size"] = _VOCAB_SIZE.value
+    config = ModelConfig.preset(_PRESET.value, **overrides)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserInputError(f"output {str(output)!r} exists and is not an empty directory")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as scratch:
+        made = pathlib.Path(scratch) / output.name
+        made.mkdir()
+        write_checkpoint(
+            made,
+            config,
+            seed=_SEED.value,
+            max_shard_bytes=_SHARD_SIZE_MB.value << 20,
+            tokenizer_from=_TOKENIZER_FROM.value,
+            progress=Progress(),
+        )
+        made.replace(output)
+    print(f"{output}: {config.num_layers} layers, {config.dtype}, random weights (seed {_SEED.value})")
+
+
+if __name__ == "__main__":
+    run_command(main)
