@@ -10,7 +10,7 @@ import contextlib
 import functools
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qwen35_jax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
@@ -96,6 +96,7 @@ class Driver:
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._abort_later: set[str] = set()
         self._draining = False
+        self._cancelled = False
         self.decoded_token: Callable[[int], str | None] = functools.lru_cache(65536)(self._decode_one)
 
     @property
@@ -119,12 +120,16 @@ class Driver:
         """
         self._draining = True
 
+    def cancel(self) -> None:
+        """Give everything up at the next step; nothing more is yielded. Safe in signal handlers."""
+        self._cancelled = True
+
     def run(
         self,
         requests: Iterable[GenerationRequest | RequestOutput],
         *,
         on_tokens: Callable[[int], None] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Run all requests and yield each output once, in the order in which they finish.
 
         Closing the iterator gives up what is still running.
@@ -140,9 +145,9 @@ class Driver:
         source = iter(requests)
         exhausted = False
         failed = False
-        self._draining = False
+        self._draining = self._cancelled = False
         try:
-            while True:
+            while not self._cancelled:
                 yield from self._take_aborts()
                 fed = 0
                 while not (exhausted or self._draining) and len(self._live) < self._window and fed < self._feed_tokens:
@@ -272,7 +277,6 @@ class _Live:
                 skip_special_tokens=params.skip_special_tokens,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
-                prompt_tail=None,
             )
 
     def add(self, step: EngineOutput) -> str | None:
@@ -284,10 +288,7 @@ class _Live:
             self._logprobs.extend(step.logprobs)
         if self._text is None:
             return None
-        shown = step.token_ids
-        if step.finished and step.finish_reason == "stop" and not self.request.params.include_stop_str_in_output:
-            shown = shown[:-1]  # EOS or a stop token id: part of the ids, not of the text
-        hit = self._text.push(shown)
+        hit = self._text.push(step.token_ids, ends_with_stop_token=step.finished and step.finish_reason == "stop")
         if hit is not None:
             kept = self._text.num_tokens_kept
             del self._token_ids[kept:]
@@ -312,10 +313,12 @@ class _Live:
         if self._text is not None:
             self._text.finish()
             completion.text = self._text.text
+            if self._text.stop_hit is not None and error is None:
+                completion.finish_reason, completion.stop_reason = "stop", self._text.stop_hit
             if request.chat:
-                from qwen35_jax.text import split_reasoning
+                from qwen35_jax.text import split_reasoning, starts_inside_reasoning
 
-                inside = (request.prompt or "").endswith("<think>\n")
+                inside = starts_inside_reasoning(request.prompt)
                 completion.reasoning, completion.content = split_reasoning(completion.text, inside)
         return RequestOutput(
             request.request_id,

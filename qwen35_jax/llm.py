@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from qwen35_jax.config import EngineConfig, ModelConfig
@@ -169,7 +169,7 @@ class LLM:
         requests: Iterable[GenerationRequest | RequestOutput],
         *,
         on_tokens: Callable[[int], None] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Run prepared requests and yield each output as it finishes.
 
         The requests are read lazily, as the engine has room: neither they nor the outputs are ever all in memory.
@@ -196,6 +196,10 @@ class LLM:
     def drain(self) -> None:
         """Let a running :meth:`stream` finish the requests that have begun and drop the others without an output."""
         self._driver.drain()
+
+    def cancel(self) -> None:
+        """Let a running :meth:`stream` give everything up and end at its next step."""
+        self._driver.cancel()
 
     @property
     def num_started(self) -> int:
@@ -290,7 +294,7 @@ class LLM:
             return [self.default_sampling_params] * number
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * number
-        if not isinstance(sampling_params, Sequence):
+        if isinstance(sampling_params, str) or not isinstance(sampling_params, Sequence):
             raise TypeError(
                 f"sampling_params must be SamplingParams or a list of them, got {type(sampling_params).__name__}"
             )

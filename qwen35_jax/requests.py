@@ -97,8 +97,10 @@ class RequestPreparer:
                 **(chat_template_kwargs or {}),
             )
         except Exception as error:  # whatever a template does with a conversation is that conversation's problem
-            raise RequestError("template_error", f"the chat template failed: {error}", param="messages") from error
-        return self._request(request_id, rng_id, text, self._encode(text), params, chat=True)
+            raise RequestError("template_error", str(error), param="messages") from error
+        # The template writes all special tokens itself.
+        token_ids = self._encode(text, add_special_tokens=False)
+        return self._request(request_id, rng_id, text, token_ids, params, chat=True)
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
         for index, token in enumerate(token_ids):
@@ -109,7 +111,7 @@ class RequestPreparer:
                     param="prompt_token_ids",
                 )
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._tokenizer is None:
             message = "prompts must be token ids (skip_tokenizer_init is set)"
             raise RequestError("invalid_prompt", message, param="prompt")
@@ -118,7 +120,7 @@ class RequestPreparer:
         except UnicodeEncodeError as error:
             message = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}: not valid text"
             raise RequestError("invalid_prompt", message, param="prompt") from None
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _request(
         self,

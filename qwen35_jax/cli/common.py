@@ -1,0 +1,186 @@
+"""Flags of the commands that run a model: engine options and sampling defaults, and how a command line is read.
+
+Flags live in a ``FlagValues`` of the command, not in absl's global one: ``--help`` then shows this command's flags and
+nothing of the libraries', and a command can be run more than once in a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from qwen35_jax.config import EngineConfig
+from qwen35_jax.errors import UserInputError
+from qwen35_jax.sampling_params import SamplingParams, SamplingParamsError
+
+ENGINE_HELP: Mapping[str, str] = {
+    "dtype": "Weights, activations and KV cache: auto (the checkpoint's), bfloat16 or float32.",
+    "max_model_len": "Longest prompt + output in tokens; the default is what the model and the memory allow.",
+    "max_num_seqs": "Most sequences at once; lowered, with a warning, to what the memory allows.",
+    "max_num_batched_tokens": "Most prompt tokens in a step, a multiple of 64; decoding rows are not counted.",
+    "gpu_memory_utilization": "Share of the device's memory that may be used.",
+    "scheduler_policy": "How prompts and running rows share a step: off or auto.",
+    "decode_overlap": "Prompts beside running rows: off (in turns), stream (in one program) or device (two devices).",
+    "decode_steps": "Output tokens a dispatch while no prompt waits: 1 or 8.",
+    "num_kv_pages": "Pages of 64 tokens in the KV cache; the default is what the memory allows.",
+    "state_dtype": "Recurrent state: float32, or bfloat16 (half the memory, less exact).",
+    "kernels": "Implementation of every kernel: auto, reference or a name.",
+    "overlap_dispatch": "Read results one dispatch late, so that the device does not wait for the host.",
+    "async_chunks": "Most prompt chunks in flight with --decode_overlap=device.",
+    "seed": "Seed of rows that bring none; random bits derive from it and from the row's custom_id.",
+    "load_format": "auto, or random for random weights (the directory then needs no weights).",
+    "compilation_cache_dir": "Where compiled programs are kept, so that the next start is faster.",
+    "enable_prefix_caching": "Not supported yet.",
+    "tensor_parallel_size": "Only 1 is supported yet.",
+    "data_parallel_size": "Only 1 is supported yet.",
+    "debug_poison": "Fill freed memory with NaN, to find out who reads it.",
+    "skip_tokenizer_init": "Take and give token ids only.",
+    "batch_invariant": "Not supported yet.",
+    "quantization": "Not supported yet.",
+}
+
+SAMPLING_HELP: Mapping[str, str] = {
+    "temperature": "0 to 100; 0 is greedy.",
+    "top_p": "Over 0, at most 1.",
+    "top_k": "0 keeps all.",
+    "min_p": "0 to 1.",
+    "presence_penalty": "-2 to 2.",
+    "frequency_penalty": "-2 to 2.",
+    "repetition_penalty": "1 changes nothing.",
+    "max_tokens": "Most output tokens; the default is 4096, or what room the context leaves.",
+    "min_tokens": "Output does not end before this many.",
+    "ignore_eos": "Go on after EOS, up to max_tokens.",
+    "logprobs": "0 to 20 alternatives reported with every token.",
+}
+
+_DEFINE = {"str": flags.DEFINE_string, "int": flags.DEFINE_integer, "float": flags.DEFINE_float}
+
+
+class CommandLine:
+    """The flags of one command.
+
+    Args:
+        usage: first line of the help.
+        description: the text under it.
+    """
+
+    def __init__(self, usage: str, description: str):
+        self.values = flags.FlagValues()
+        self._usage = usage
+        self._description = description
+        self._groups: list[tuple[str, list[str]]] = []
+
+    def group(self, title: str) -> None:
+        """Flags defined from here on are shown under ``title``."""
+        self._groups.append((title, []))
+
+    def define(self, kind: str, name: str, default: Any, text: str) -> None:
+        """Define a flag of type "str", "int", "float", "bool" or "list" (may be given several times)."""
+        if kind == "bool":
+            flags.DEFINE_boolean(name, default, text, flag_values=self.values)
+        elif kind == "list":
+            flags.DEFINE_multi_string(name, default, text, flag_values=self.values)
+        else:
+            _DEFINE[kind](name, default, text, flag_values=self.values)
+        self._groups[-1][1].append(name)
+
+    def define_engine(self) -> None:
+        """Define a flag for every field of :class:`EngineConfig`, under its name and with its default."""
+        self.group("Engine")
+        for field in dataclasses.fields(EngineConfig):
+            self.define(str(field.type).partition(" | ")[0], field.name, field.default, ENGINE_HELP[field.name])
+
+    def define_sampling(self) -> None:
+        """Define the sampling options of rows that do not say; not given means the model's generation_config."""
+        self.group("Sampling of rows that do not say (default: the model's generation_config.json)")
+        kinds = {field.name: str(field.type).partition(" | ")[0] for field in dataclasses.fields(SamplingParams)}
+        for name, text in SAMPLING_HELP.items():
+            self.define(kinds[name], name, None, text)
+        self.define("list", "stop", None, "A string that ends the text; may be given several times.")
+        self.define("bool", "enable_thinking", None, "Whether chats reason before they answer, if the template can.")
+        self.define("str", "chat_template_kwargs", None, "A JSON object of switches for the chat template.")
+
+    def parse(self, argv: Sequence[str]) -> None:
+        """Read a command line (its first entry is the program).
+
+        Raises:
+            UserInputError: an unknown flag, a wrong value or a stray argument, by name.
+        """
+        try:
+            rest = self.values(list(argv))
+        except flags.Error as error:
+            raise UserInputError(" ".join(str(error).split())) from error
+        if len(rest) > 1:
+            raise UserInputError(f"unexpected argument {rest[1]!r}: options are given as --name=value (see --help)")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values, name)
+
+    def require(self, *names: str) -> None:
+        """Raises: UserInputError: one of the flags was not given, or is empty."""
+        for name in names:
+            if not getattr(self.values, name):
+                raise UserInputError(f"--{name} is needed (see --help)")
+
+    def engine_options(self) -> dict[str, Any]:
+        """The fields of :class:`EngineConfig`."""
+        return {field.name: getattr(self.values, field.name) for field in dataclasses.fields(EngineConfig)}
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """``defaults`` with the flags that were given.
+
+        Raises:
+            UserInputError: a value is out of range.
+        """
+        given = {name: getattr(self.values, name) for name in (*SAMPLING_HELP, "stop")}
+        try:
+            return SamplingParams.from_dict(given, defaults)
+        except SamplingParamsError as error:
+            raise UserInputError(f"--{error.field}: {str(error).removeprefix(f'{error.field}: ')}") from error
+
+    def chat_template_switches(self) -> dict[str, Any]:
+        """What chats get that do not say.
+
+        Raises:
+            UserInputError: --chat_template_kwargs is no JSON object.
+        """
+        switches: Any = {}
+        if self.values.chat_template_kwargs is not None:
+            try:
+                switches = json.loads(self.values.chat_template_kwargs)
+            except ValueError as error:
+                raise UserInputError(f"--chat_template_kwargs is not valid JSON: {error}") from error
+            if not isinstance(switches, dict):
+                raise UserInputError("--chat_template_kwargs must be a JSON object")
+        if self.values.enable_thinking is not None:
+            switches["enable_thinking"] = self.values.enable_thinking
+        return switches
+
+    def help(self) -> str:
+        """The whole help text."""
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        parts = [f"usage: {self._usage}", "", textwrap.dedent(self._description).strip()]
+        for title, names in self._groups:
+            parts += ["", f"{title}:"]
+            for name in names:
+                flag = self.values[name]
+                switch = f"--[no]{name}" if flag.boolean else f"--{name}"
+                default = "" if flag.default in (None, [], "") else f" [{_shown(flag.default)}]"
+                body = textwrap.fill(f"{flag.help}{default}", width - 6)
+                parts += [f"  {switch}", textwrap.indent(body, " " * 6)]
+        return "\n".join(parts)
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for the help text."""
+    return any(word in ("-h", "-help", "--help", "--helpfull", "--helpshort") for word in argv[1:])
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
