@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Sharding
 
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.parameters import SmallParam
@@ -142,7 +143,7 @@ class ParamPack:
         self,
         get: Callable[[str], ArrayLike],
         *,
-        device: jax.Device | jax.sharding.Sharding | None = None,
+        device: jax.Device | Sharding | None = None,
     ) -> FlatParams:
         """Builds the packed tuple from parameters that are read one at a time.
 
