@@ -17,11 +17,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from absl import app, flags
+from absl import flags
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from qwen35_jax.cli.command import run_command
 from qwen35_jax.config import AttentionConfig, GatedDeltaNetConfig, ModelConfig
+from qwen35_jax.errors import UserInputError
 from qwen35_jax.name_table import FULL_PREFIX, parameter_table
 from qwen35_jax.presets import layer_pattern
 
@@ -228,10 +230,10 @@ def write_checkpoint(output: pathlib.Path, seed: int = SEED) -> ModelConfig:
     """Writes the whole checkpoint, or nothing; an earlier one in the same place is replaced.
 
     Raises:
-        FileExistsError: ``output`` exists and is not a demo checkpoint.
+        UserInputError: ``output`` exists and is not a demo checkpoint.
     """
     if output.exists() and not (output / MARKER).is_file():
-        raise FileExistsError(f"{output} exists and is not a demo checkpoint; choose another --output")
+        raise UserInputError(f"{output} exists and is not a demo checkpoint; choose another --output")
     tokenizer = train_tokenizer(training_texts())
     config = model_config(tokenizer)
     ends = [tokenizer.token_to_id(END_OF_TURN), tokenizer.token_to_id(END_OF_TEXT)]
@@ -275,12 +277,9 @@ def write_checkpoint(output: pathlib.Path, seed: int = SEED) -> ModelConfig:
     return config
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     output = pathlib.Path(_OUTPUT.value)
-    try:
-        config = write_checkpoint(output, _SEED.value)
-    except OSError as error:
-        raise SystemExit(f"make_demo_checkpoint: {error}") from error
+    config = write_checkpoint(output, _SEED.value)
     print(
         f"{output}: {config.num_layers} layers, width {config.hidden_size}, {config.vocab_size} vocabulary rows, "
         "random weights"
@@ -289,5 +288,5 @@ def main(_: list[str]) -> None:
 
 if __name__ == "__main__":
     _OUTPUT = flags.DEFINE_string("output", None, "Directory to write.", required=True)
-    _SEED = flags.DEFINE_integer("seed", SEED, "Seed of the random weights.")
-    app.run(main)
+    _SEED = flags.DEFINE_integer("seed", SEED, "Seed of the random weights.", lower_bound=0)
+    run_command(main)
