@@ -40,8 +40,12 @@ def gdn_prefill(
     steps = jnp.arange(TILE, dtype=jnp.int32)
     # Room for the last tile to run past the end, so that tiles are plain slices.
     qkv = jnp.pad(qkv, ((0, TILE), (0, 0)))
-    beta, decay = delta_gates(b, a, A_log, dt_bias)
-    beta, decay = (jnp.pad(gate, ((0, TILE), (0, 0))) for gate in (beta, decay))
+    query = qkv[:, :key_dim].reshape(-1, num_k_heads, head_k_dim)
+    key = qkv[:, key_dim : 2 * key_dim].reshape(-1, num_k_heads, head_k_dim)
+    value = qkv[:, 2 * key_dim :].reshape(-1, num_v_heads, head_v_dim)
+    beta, decay = (
+        jnp.pad(gate, ((0, TILE), (0, 0)))[..., None] for gate in delta_gates(b, a, A_log, dt_bias)
+    )  # [T + 64, Hv, 1]
 
     def one_tile(index, carry):
         out, pool, state = carry
@@ -49,30 +53,28 @@ def gdn_prefill(
         slot = slot_ids[request]
         real = steps < tiles.length[index]
 
-        tile = jnp.where(real[:, None], lax.dynamic_slice_in_dim(qkv, start, TILE), 0).astype(jnp.float32)
-        query = l2_normalize(tile[:, :key_dim].reshape(TILE, num_k_heads, head_k_dim)) * head_k_dim**-0.5
-        key = l2_normalize(tile[:, key_dim : 2 * key_dim].reshape(TILE, num_k_heads, head_k_dim))
-        value = tile[:, 2 * key_dim :].reshape(TILE, num_k_heads, group, head_v_dim)
-        tile_beta = jnp.where(real[:, None], lax.dynamic_slice_in_dim(beta, start, TILE), 0)
-        tile_decay = jnp.where(real[:, None], lax.dynamic_slice_in_dim(decay, start, TILE), 0)
+        def take(array):
+            """The tile's rows of a padded array, zeros past its length, with the heads in front: [heads, 64, width]."""
+            rows = jnp.where(real[:, None, None], lax.dynamic_slice_in_dim(array, start, TILE), 0)
+            return jnp.moveaxis(rows.astype(jnp.float32), 0, 1)
 
         place = (layer, slot, 0, 0, 0)
         stored = lax.dynamic_slice(pool, place, (1, 1, *pool.shape[2:])).astype(jnp.float32)
         stored = jnp.where(has_state[request], stored, 0)
         state = jnp.where(tiles.first[index], stored.reshape(state.shape), state)
         tile_out, state = chunk_step(
-            query,
-            key,
-            value,
-            tile_beta.reshape(TILE, num_k_heads, group),
-            tile_decay.reshape(TILE, num_k_heads, group),
+            l2_normalize(take(query)) * head_k_dim**-0.5,
+            l2_normalize(take(key)),
+            take(value).reshape(num_k_heads, group, TILE, head_v_dim),
+            take(beta).reshape(num_k_heads, group, TILE),
+            take(decay).reshape(num_k_heads, group, TILE),
             state,
         )
 
         # Tiles come in packing order and end where the next begins, so the zeros written past a partial tile are
         # overwritten by the next one, or are the zeros of the padding.
-        tile_out = tile_out.reshape(TILE, num_v_heads, head_v_dim).astype(out.dtype)
-        out = lax.dynamic_update_slice(out, tile_out, (start, 0, 0))
+        tile_out = jnp.moveaxis(tile_out.reshape(num_v_heads, TILE, head_v_dim), 0, 1)
+        out = lax.dynamic_update_slice_in_dim(out, tile_out.astype(out.dtype), start, 0)
         # Every tile writes its request's own slot: cheaper than a branch, and the last one stays.
         written = state.reshape(1, 1, *pool.shape[2:]).astype(pool.dtype)
         pool = lax.dynamic_update_slice(pool, written, place)
@@ -87,34 +89,38 @@ def gdn_prefill(
 def chunk_step(query, key, value, beta, decay, state) -> tuple[jax.Array, jax.Array]:
     """One chunk of the gated delta rule, float32; K key heads, G value heads a key head.
 
+    Heads stand in front and key and query share the products with the keys and with the state: 1.5x faster on a CPU
+    than token-major operands multiplied one by one (5.2 against 7.7 ms a chunk of 16 heads).
+
     Args:
-        query: [C, K, Dk] normalised and scaled.
-        key: [C, K, Dk] normalised.
-        value: [C, K, G, Dv].
-        beta: [C, K, G].
-        decay: [C, K, G] log decays.
+        query: [K, C, Dk] normalised and scaled.
+        key: [K, C, Dk] normalised.
+        value: [K, G, C, Dv].
+        beta: [K, G, C].
+        decay: [K, G, C] log decays.
         state: [K, G, Dv, Dk].
 
     Returns:
-        outputs [C, K, G, Dv] and the next state [K, G, Dv, Dk].
+        outputs [K, G, C, Dv] and the next state [K, G, Dv, Dk].
     """
-    size = query.shape[0]
-    beta = jnp.moveaxis(beta, 0, -1)  # [K, G, C]
-    total = jnp.cumsum(jnp.maximum(jnp.moveaxis(decay, 0, -1), STRONGEST_LOG_DECAY), axis=-1)  # [K, G, C]
+    num_k_heads, group, size, head_v_dim = value.shape
+    total = jnp.cumsum(jnp.maximum(decay, STRONGEST_LOG_DECAY), axis=-1)  # [K, G, C]
     causal = jnp.tril(jnp.ones((size, size), bool))
     between = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))  # [K, G, C, C]
     since_start = jnp.exp(total)[..., None]  # [K, G, C, 1]
-
-    key_key = _einsum("ikd,jkd->kij", key, key)[:, None]  # [K, 1, C, C]
-    coupling = jnp.where(jnp.tril(causal, -1), beta[..., None] * key_key * between, 0)
-    old_values = since_start * _einsum("ckd,kgvd->kgcv", key, state)
-    delta = solve_unit_lower(coupling, beta[..., None] * (jnp.moveaxis(value, 0, 2) - old_values))  # [K, G, C, Dv]
-
-    query_key = _einsum("ikd,jkd->kij", query, key)[:, None] * between
-    out = since_start * _einsum("ckd,kgvd->kgcv", query, state) + _einsum("kgij,kgjv->kgiv", query_key, delta)
     until_end = jnp.exp(total[..., -1:] - total)[..., None]
-    state = jnp.exp(total[..., -1])[..., None, None] * state + _einsum("kgcv,ckd->kgvd", until_end * delta, key)
-    return jnp.moveaxis(out, 2, 0), state
+
+    key_query = jnp.concatenate([key, query], axis=1)  # [K, 2 C, Dk]
+    products = _einsum("kid,kjd->kij", key_query, key)[:, None]  # [K, 1, 2 C, C]
+    reads = _einsum("kid,kvd->kiv", key_query, state.reshape(num_k_heads, group * head_v_dim, -1))
+    reads = jnp.moveaxis(reads.reshape(num_k_heads, 2 * size, group, head_v_dim), 2, 1)  # [K, G, 2 C, Dv]
+
+    coupling = jnp.where(jnp.tril(causal, -1), beta[..., None] * products[:, :, :size] * between, 0)
+    delta = solve_unit_lower(coupling, beta[..., None] * (value - since_start * reads[:, :, :size]))
+    out = since_start * reads[:, :, size:]
+    out += _einsum("kgij,kgjv->kgiv", products[:, :, size:] * between, delta)
+    state = jnp.exp(total[..., -1])[..., None, None] * state
+    return out, state + _einsum("kgcv,kcd->kgvd", until_end * delta, key)
 
 
 def solve_unit_lower(strict: jax.Array, right: jax.Array) -> jax.Array:
