@@ -37,6 +37,7 @@ _CHAT_ONLY_KEYS = ("chat_template_kwargs", "tools")
 _OTHER_KEYS = ("max_completion_tokens", "top_logprobs", "return_token_ids")
 _IGNORED_KEYS = {"model": str, "user": str, "metadata": dict, "stream": bool}
 _BODY_KEYS = frozenset((*_PROMPT_KEYS, *_SAMPLING_KEYS, *_CHAT_ONLY_KEYS, *_OTHER_KEYS, *_IGNORED_KEYS))
+_MAX_DEPTH = 100
 _ID_KEYS = ("custom_id", "id")
 _ENVELOPE_KEYS = frozenset(("custom_id", "method", "url", "body"))
 
@@ -346,8 +347,10 @@ def _typed(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     return value
 
 
-def _check_text(value: Any, place: str = "", *, code: str = "invalid_encoding") -> None:
+def _check_text(value: Any, place: str = "", *, code: str = "invalid_encoding", depth: int = 0) -> None:
     """Refuse lone surrogates anywhere: JSON can write them, but they are no text and cannot be encoded."""
+    if depth > _MAX_DEPTH:
+        raise RequestError("invalid_json", f"nested too deeply (more than {_MAX_DEPTH} levels)")
     if isinstance(value, str):
         try:
             value.encode()
@@ -356,12 +359,12 @@ def _check_text(value: Any, place: str = "", *, code: str = "invalid_encoding") 
             raise RequestError(code, message, param=place) from None
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_text(key, place or "a key")
-            _check_text(item, f"{place}.{key}" if place else key)
+            _check_text(key, place or "a key", code=code, depth=depth + 1)
+            _check_text(item, f"{place}.{key}" if place else key, code=code, depth=depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            if not isinstance(item, int):
-                _check_text(item, f"{place}[{index}]")
+            if not isinstance(item, int):  # of token ids there are many
+                _check_text(item, f"{place}[{index}]", code=code, depth=depth + 1)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,302 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qwen35_jax import EngineConfig, SamplingParams
+from qwen35_jax.cli import generate
+from qwen35_jax.cli.common import ENGINE_HELP, SAMPLING_HELP
+from tests.oracle import tiny
+from tests.qwen35_jax.fakes import FakeEngine, make_llm
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model directory without weights, an input, and the folder that holds both as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(tiny.hf_config("0.8b-tied")))
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    lines = [{"custom_id": f"r{index}", "prompt": f"text {index}", "max_tokens": 20} for index in range(6)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+class Runner:
+    """Runs the command on a fake engine and remembers how the model was asked for."""
+
+    def __init__(self, capsys):
+        self._capsys = capsys
+        self.loads = []
+        self.engine = FakeEngine()
+
+    def __call__(self, *flags, defaults=("--model=model", "--input=in.jsonl", "--output=out.jsonl")):
+        def make(model, progress, **options):
+            self.loads.append((model, options))
+            return make_llm(self.engine)
+
+        code = generate.main(["qwen35-generate", *defaults, *flags], make_llm=make)
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+
+@pytest.fixture
+def run(capsys):
+    return Runner(capsys)
+
+
+def records(name="out.jsonl"):
+    with open(name) as file:
+        return [json.loads(line) for line in file]
+
+
+def test_a_job_ends_with_its_summary_and_the_path_of_the_answers(folder, run):
+    assert run() == 0
+    assert sorted(record["custom_id"] for record in records()) == [f"r{index}" for index in range(6)]
+    assert "6 rows answered, 0 failed" in run.out
+    assert run.out.splitlines()[-1] == "output: out.jsonl"
+    assert "answering: 6 of 6" in run.err
+    assert records()[0]["response"]["body"]["model"] == "model"
+    assert run.engine.closed
+
+
+def test_failed_rows_do_not_fail_the_command_but_are_counted(folder, run):
+    with open("in.jsonl", "a") as file:
+        file.write("oops\n")
+    assert run() == 0
+    assert "6 rows answered, 1 failed" in run.out and "1 invalid_json" in run.out and "line 7" in run.out
+
+
+def test_every_option_of_the_engine_is_a_flag_with_its_default(folder, run):
+    assert run() == 0
+    assert run.loads == [("model", dataclasses.asdict(EngineConfig()))]
+    line = generate.command_line()
+    assert set(ENGINE_HELP) == {field.name for field in dataclasses.fields(EngineConfig)}
+    line.parse(["x", "--max_num_seqs=3", "--nooverlap_dispatch", "--gpu_memory_utilization=0.5", "--dtype=float32"])
+    changed = EngineConfig(max_num_seqs=3, overlap_dispatch=False, gpu_memory_utilization=0.5, dtype="float32")
+    assert EngineConfig(**line.engine_options()) == changed
+
+
+def test_sampling_flags_go_before_generation_config_and_behind_the_row(folder, run):
+    with open("in.jsonl", "a") as file:
+        file.write('{"custom_id": "own", "prompt": "x", "top_p": 0.3, "max_tokens": 4}\n')
+    assert run("--top_p=0.9", "--stop=A", "--stop=B", "--max_tokens=9", "--ignore_eos") == 0
+    params = {name: options for name, _, options in run.engine.submitted}
+    stop = ("A", "B")
+    assert params["line-1"] == SamplingParams(1, 0.6, 0.9, 20, stop=stop, max_tokens=20, ignore_eos=True)
+    assert params["line-7"] == SamplingParams(1, 0.6, 0.3, 20, stop=stop, max_tokens=4, ignore_eos=True)
+    assert set(SAMPLING_HELP) < {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt_tokens"),
+    [((), 6), (("--enable_thinking",), 14), (("--noenable_thinking",), 6), (('--chat_template_kwargs={"a": 1}',), 10)],
+)
+def test_template_switches(folder, run, flags, prompt_tokens):
+    (folder / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    assert run(*flags) == 0
+    assert records()[0]["response"]["body"]["usage"]["prompt_tokens"] == prompt_tokens
+
+
+# Resume.
+
+
+def test_resume_after_a_crash(folder, run):
+    run.engine = FakeEngine(crash_at_step=9)
+    assert run() == 1
+    assert "device lost" in run.err and "run the same command again to resume" in run.err
+    done = len(records())
+    assert 0 < done < 6
+    run.engine = FakeEngine()
+    assert run() == 0
+    assert f"resuming out.jsonl: {done} rows have their record" in run.err
+    assert f"{6 - done} rows answered, 0 failed, {done} had their record before" in run.out
+    assert len({record["custom_id"] for record in records()}) == len(records()) == 6
+    run.loads.clear()
+    assert run() == 0
+    assert "nothing to do" in run.out and run.loads == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--temperature=0.1", "temperature was 0.6, is 0.1"),
+        ("--seed=4", "seed was 0, is 4"),
+        ("--enable_thinking", "chat"),
+    ],
+)
+def test_a_resume_with_other_settings_is_refused(folder, run, flag, words):
+    assert run() == 0
+    assert run(flag) == 2
+    assert words in run.err and "--overwrite" in run.err
+    assert run("--max_num_seqs=7") == 0  # changes speed, not answers
+    assert run(flag, "--overwrite") == 0
+    assert len(records()) == 6
+
+
+def test_an_interrupted_command_says_so_in_its_exit_code(folder, run):
+    import signal
+
+    run.engine = FakeEngine(
+        max_num_seqs=1, on_step=lambda engine: engine.steps == 3 and signal.raise_signal(signal.SIGTERM)
+    )
+    assert run() == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM" in run.out
+    assert run() == 0 and len(records()) == 6
+
+
+# Wrong commands: one line, exit code 2, nothing written, no model loaded.
+
+
+def broken_config(folder):
+    (folder / "model" / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+
+
+def no_config(folder):
+    os.remove(folder / "model" / "config.json")
+
+
+def broken_generation_config(folder):
+    (folder / "model" / "generation_config.json").write_text('{"top_p": 7}')
+
+
+def foreign_output(folder):
+    (folder / "out.jsonl").write_text("precious\n")
+
+
+def linked_output(folder):
+    os.link(folder / "in.jsonl", folder / "out.jsonl")
+
+
+def soft_output(folder):
+    os.symlink(folder / "in.jsonl", folder / "out.jsonl")
+
+
+def unreadable_input(folder):
+    os.remove(folder / "in.jsonl")
+
+
+def nothing(folder):
+    pass
+
+
+WRONG = [
+    (nothing, ["--model=nowhere"], "nowhere"),
+    (nothing, ["--model="], "--model is needed"),
+    (nothing, ["--model=in.jsonl"], "in.jsonl"),
+    (no_config, [], "config.json"),
+    (broken_config, [], "llama"),
+    (broken_generation_config, [], "top_p"),
+    (unreadable_input, [], "in.jsonl"),
+    (nothing, ["--input=model"], "directory"),
+    (nothing, ["--output=in.jsonl"], "same file"),
+    (nothing, ["--output=./model/../in.jsonl", "--overwrite"], "same file"),
+    (linked_output, ["--overwrite"], "same file"),
+    (soft_output, ["--overwrite"], "same file"),
+    (nothing, ["--output=model"], "not a regular file"),
+    (nothing, ["--output=nowhere/out.jsonl"], "nowhere"),
+    (foreign_output, [], "not written by this command"),
+    (nothing, ["--trace_output=out.jsonl"], "same file"),
+    (nothing, ["--trace_output=in.jsonl"], "is the input"),
+    (nothing, ["--trace_output=nowhere/t"], "nowhere"),
+    (nothing, ["--trace_output=model"], "directory"),
+    (nothing, ["--max_num_seq=3"], "max_num_seq"),
+    (nothing, ["--max_num_seqs=many"], "max_num_seqs"),
+    (nothing, ["--max_num_seqs=0"], "max_num_seqs"),
+    (nothing, ["--overwrite=perhaps"], "overwrite"),
+    (nothing, ["--scheduler_policy=slo"], "slo"),
+    (nothing, ["--decode_overlap=sometimes"], "sometimes"),
+    (nothing, ["--tensor_parallel_size=2"], "tensor_parallel_size"),
+    (nothing, ["--enable_prefix_caching"], "enable_prefix_caching"),
+    (nothing, ["--temperature=-1"], "--temperature"),
+    (nothing, ["--top_p=high"], "top_p"),
+    (nothing, ["--chat_template_kwargs={"], "chat_template_kwargs"),
+    (nothing, ["--chat_template_kwargs=[]"], "chat_template_kwargs"),
+    (nothing, ["stray"], "stray"),
+    (nothing, ["--input"], "input"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "flags", "words"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_command_says_what_and_writes_nothing(folder, run, prepare, flags, words):
+    prepare(folder)
+
+    def state():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = state()
+    assert run(*flags) == 2
+    assert state() == before
+    assert run.loads == [] and run.out == ""
+    assert len(run.err.splitlines()) == 1 and run.err.startswith("error: ") and words in run.err
+
+
+@pytest.mark.parametrize("missing", ["--model=model", "--input=in.jsonl", "--output=out.jsonl"])
+def test_a_missing_flag_is_named(folder, run, missing):
+    given = [flag for flag in ("--model=model", "--input=in.jsonl", "--output=out.jsonl") if flag != missing]
+    assert run(defaults=given) == 2
+    assert missing.split("=")[0] in run.err
+
+
+# The console command.
+
+
+def console(*flags, cwd=None):
+    command = [sys.executable, "-c", "from qwen35_jax.cli.generate import run; run()", *flags]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
+
+
+def test_help_names_every_flag_and_loads_nothing_heavy():
+    code = (
+        "import sys; from qwen35_jax.cli import generate\n"
+        "assert generate.main(['x', '--help']) == 0\n"
+        "assert generate.main(['x', '--nonsense']) == 2\n"
+        "assert not {'jax', 'transformers', 'grain'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for name in ("model", "input", "output", "trace_output", "enable_thinking", *ENGINE_HELP, *SAMPLING_HELP):
+        assert f"--{name}\n" in result.stdout or f"--[no]{name}\n" in result.stdout
+    assert "usage: qwen35-generate" in result.stdout and "Exit codes" in result.stdout
+
+
+def test_the_entry_point(tmp_path):
+    result = console("--model=nowhere", "--input=a", "--output=b")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "error: model directory 'nowhere' does not exist (models are not downloaded by name)\n"
+
+
+def test_weights_that_are_missing_leave_no_output(folder):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    command = [
+        sys.executable,
+        "-m",
+        "qwen35_jax.cli.generate",
+        "--model=model",
+        "--input=in.jsonl",
+        "--output=out.jsonl",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert sorted(os.listdir(folder)) == ["in.jsonl", "model"]
+
+
+def test_a_trace_of_every_step(folder, run):
+    @dataclasses.dataclass
+    class Record:
+        kind: str
+
+    class Trace:
+        records = (Record("prefill"), Record("decode"))
+
+    run.engine.trace = Trace()
+    assert run("--trace_output=trace.jsonl") == 0
+    assert records("trace.jsonl") == [{"kind": "prefill"}, {"kind": "decode"}]
