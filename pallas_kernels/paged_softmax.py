@@ -16,13 +16,13 @@ def attend_pages(
 
     A page at a time, up to the last one that is live, so the width of the page table costs nothing and scratch memory
     does not grow with the context. A page is sliced, not gathered: on a CPU slices move at memory speed, gathers at a
-    tenth of it; blocks of two and four pages measured slower (512 tokens of 8 heads: 14, 20 and 25 ms). Keys and values that are not to be seen are selected away, never multiplied
-    by 0: pages may hold NaN past the length.
+    tenth of it; blocks of two and four pages measured slower (512 tokens of 8 heads: 14, 20 and 25 ms). Keys and
+    values that are not to be seen are selected away, never multiplied by 0: pages may hold NaN past the length.
 
     Args:
         query: f32[K, M, H], already scaled.
-        positions: i32[M], last position each query sees; below 0 it sees nothing and the result is NaN.
-        kv_len: i32 scalar, number of written positions; at least ``max(positions) + 1``.
+        positions: i32[M], last position each query sees; outside 0 .. kv_len - 1 the result is unspecified.
+        kv_len: i32 scalar, number of positions that may be read.
         kv_pool: [L, P, 2, K, Z, H].
         layer: i32 scalar.
         pages: i32[W].
