@@ -178,6 +178,16 @@ class Engine:
         """The scheduler (read only for callers)."""
         return self._scheduler
 
+    @property
+    def programs(self) -> ProgramSet:
+        """The main device's programs (for inspection by tests and profilers)."""
+        return self._programs
+
+    @property
+    def prefill_device(self) -> PrefillDevice | None:
+        """The other side of ``device`` overlap."""
+        return self._prefill_device
+
     def submit(
         self,
         request_id: str,

@@ -251,8 +251,9 @@ def _check_staging(plan: MemoryPlan, staging: int, limit: int) -> None:
     needed = plan.weights + staging + plan.workspace
     if needed > limit:
         raise MemoryPlanError(
-            f"the prefill device needs {needed / 2**20:,.1f} MiB (weights, a staging pool of {staging / 2**20:,.1f} MiB "
-            f"and workspace), {limit / 2**20:,.1f} MiB are there; lower max_model_len or max_num_batched_tokens"
+            f"the prefill device needs {needed / 2**20:,.1f} MiB (weights, a staging pool of "
+            f"{staging / 2**20:,.1f} MiB and workspace), {limit / 2**20:,.1f} MiB are there; lower max_model_len or "
+            f"max_num_batched_tokens"
         )
 
 
