@@ -22,6 +22,8 @@ PAGE = 64
 NUM_PAGES, NUM_SLOTS, WIDTH = 16, 8, 3
 # One bucket serves most tests: T prefill tokens of R requests and B decode rows.
 TOKENS, REQUESTS, ROWS = 96, 4, 3
+# Programs that run a few times: the optimiser of the CPU backend would cost more than it saves.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
 # --- a host that packs steps ------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class Runner:
         self.pack = ParamPack(self.config)
         self.params = self.pack.assemble(lambda path: fused_parameter(self.config, self.tensors, path))
 
-        @functools.partial(jax.jit, donate_argnums=3)
+        @functools.partial(jax.jit, donate_argnums=3, compiler_options=COMPILER_OPTIONS)
         def step(params, prefill, decode, cache) -> tuple[ForwardOutput, list[jax.Array]]:
             model = self.pack.unpack(params)
             out = model.forward(prefill, decode, cache, layer_outputs=True)
