@@ -230,7 +230,7 @@ def _sizes(
         overlap="off" if config.decode_overlap == "device" else config.decode_overlap,
     )
     if ladder is None:
-        ladder = limits.ladder("small" if platform == "cpu" else "coarse")
+        ladder = _default_ladder(limits, platform)
     if config.decode_overlap != "device":
         return limits, ladder, None
     # A launch holds at most one prompt of full length beside what its token budget covers.
@@ -245,6 +245,21 @@ def _sizes(
         staging_pages=staging_pages,
     )
     return limits, ladder, device_state_shapes(model_config, staging_pages, staging_slots, dtype, state_dtype)
+
+
+def _default_ladder(limits: SchedulerConfig, platform: str) -> BucketLadder:
+    """Few programs on a CPU, where compiling is slow and the references read no more pages than are live."""
+    if platform != "cpu":
+        return limits.ladder("coarse")
+    return BucketLadder.from_limits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        page_size=limits.page_size,
+        unified=limits.overlap == "stream",
+        preset="small",
+        width_rungs=(),
+    )
 
 
 def _check_staging(plan: MemoryPlan, staging: int, limit: int) -> None:

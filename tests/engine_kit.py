@@ -82,7 +82,9 @@ class Kit:
         self.other: ProgramSet | None = other.programs if other else None
         first.close()
 
-    def engine(self, *, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, **changes) -> Engine:
+    def engine(
+        self, *, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, **changes
+    ) -> Engine:
         """A fresh engine: empty pools, new scheduler, the same programs.
 
         Args:
@@ -129,14 +131,14 @@ def kit(name: str) -> Kit:
         case "other_buckets":  # small chunks, several rungs of rows and widths
             return Kit(
                 replace(max_num_batched_tokens=64, max_num_seqs=4),
-                {"token_rungs": [64], "row_rungs": [1, 4], "width_rungs": [3, 8]},
+                {"token_rungs": [64], "row_rungs": [4], "width_rungs": [3, 8]},
             )
         case "stream":
             return Kit(replace(decode_overlap="stream", max_num_batched_tokens=128), one | {"token_rungs": [128]})
         case "device":
             return Kit(replace(decode_overlap="device", max_num_batched_tokens=128), one | {"token_rungs": [128]})
         case "k8":
-            return Kit(replace(decode_steps=8), one)
+            return Kit(replace(decode_steps=8), one | {"row_rungs": [1, 8]})
     raise ValueError(name)
 
 

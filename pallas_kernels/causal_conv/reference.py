@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.numerics import silu
 from pallas_kernels.packing import token_owners
@@ -18,7 +19,10 @@ def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens) ->
     """
     num_tokens, _ = x.shape
     owners = token_owners(cu_seqlens, num_tokens)
-    tails = jnp.where(has_state[:, None, None], conv_pool[layer, slot_ids], 0)  # [R, 3, C]
+    # The barrier keeps this read before the write at the end: fused into its uses, it would outlive the old pool and
+    # make XLA copy the pool.
+    tails, conv_pool = lax.optimization_barrier((conv_pool[layer, slot_ids], conv_pool))
+    tails = jnp.where(has_state[:, None, None], tails, 0)  # [R, 3, C]
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
 
     padded = jnp.pad(x, ((3, 0), (0, 0)))  # padded[t + 3] = x[t]

@@ -39,7 +39,9 @@ def gdn_decode(
     group = num_v_heads // num_k_heads
     key_dim = num_k_heads * head_k_dim
 
-    tails = conv_pool[layer, slot_ids]  # [B, 3, C]
+    # The barrier keeps this read before the write below: fused into its uses, it would outlive the old pool and make
+    # XLA copy the pool (seen with one row).
+    tails, conv_pool = lax.optimization_barrier((conv_pool[layer, slot_ids], conv_pool))  # [B, 3, C]
     window = jnp.concatenate([tails, qkv[:, None]], axis=1)  # [B, 4, C]
     conv = window[:, 0].astype(jnp.float32) * conv_weight[0].astype(jnp.float32)
     for tap in range(1, 4):

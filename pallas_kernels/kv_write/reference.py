@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.numerics import apply_rope, rms_normalize, rope_cos_sin
 
@@ -18,4 +19,7 @@ def kv_write(
     q_out = jnp.where((page_ids != 0)[:, None, None], q_out, 0)
     key_value = jnp.stack([k_out, v], axis=1)  # [T, 2, K, H]
     # One index per pool axis (no flattened axis): offsets past 2^31 elements stay out of int32 arithmetic.
-    return q_out, kv_pool.at[layer, page_ids, :, :, page_offsets, :].set(key_value)
+    kv_pool = kv_pool.at[layer, page_ids, :, :, page_offsets, :].set(key_value)
+    # Without the barrier XLA fuses the write of a single token into the loop that reads the pool next, and copies it
+    # (seen with one row and several steps a dispatch).
+    return lax.optimization_barrier((q_out, kv_pool))
