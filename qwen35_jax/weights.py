@@ -248,8 +248,11 @@ def read_parameters(
         sizes = {path: sum(entry.num_bytes for entry in plan.entries[path]) for path in paths}
         report = ByteProgress(progress, stage, sum(sizes.values()))
         for path, tensors in _read_ahead(plan, paths, reader, pool):
+            value = _join(plan, path, tensors, pack.specs[path].dtype, device)
+            del tensors  # not to be held while the next ones are read
             report.add(sizes[path])
-            yield path, _join(plan, path, tensors, pack.specs[path].dtype, device)
+            yield path, value
+            del value
 
     with TensorReader() as reader, ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-weights") as pool:
         try:
@@ -266,10 +269,13 @@ def _read_ahead(
     for path in paths:
         pending.append((path, [pool.submit(reader.read, entry) for entry in plan.entries[path]]))
         if len(pending) == 2:
-            ready, futures = pending.popleft()
-            yield ready, [future.result() for future in futures]
-    for ready, futures in pending:
-        yield ready, [future.result() for future in futures]
+            yield _results(*pending.popleft())
+    while pending:
+        yield _results(*pending.popleft())
+
+
+def _results(path: str, futures: list[Future[np.ndarray]]) -> tuple[str, list[np.ndarray]]:
+    return path, [future.result() for future in futures]
 
 
 def _join(

@@ -12,16 +12,16 @@ import json
 import math
 import pathlib
 import shutil
+import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from absl import flags
 
-from qwen35_jax.cli.command import run_command
+from qwen35_jax.cli.common import CommandLine, asks_for_help
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json_object
@@ -30,14 +30,6 @@ from qwen35_jax.presets import PRESETS
 from qwen35_jax.progress import Progress, ProgressFn
 from qwen35_jax.safetensors_files import INDEX_FILE
 from qwen35_jax.weights import ByteProgress, draw_small, matrix_scale
-
-_PRESET = flags.DEFINE_string("preset", None, f"One of {', '.join(PRESETS)}.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Directory to make; absent or empty.", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32", "float16"], "dtype of the matrices.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.", lower_bound=0)
-_SHARD_SIZE_MB = flags.DEFINE_integer("shard_size_mb", 4096, "Largest size of a shard.", lower_bound=1)
-_TOKENIZER_FROM = flags.DEFINE_string("tokenizer_from", None, "Directory whose tokenizer files are copied.")
-_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", None, "Vocabulary rows in place of the preset's.", lower_bound=1)
 
 NUMPY_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 FILE_DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
@@ -67,7 +59,7 @@ class Tensor:
         if self.recipe.init not in ("matrix", "embedding"):
             yield draw_small(self.recipe, self.source.shape, seed).astype(NUMPY_DTYPES[self.dtype])
             return
-        rng = np.random.default_rng([seed, zlib.crc32(self.source.name.encode())])
+        rng = np.random.default_rng([seed % (1 << 64), zlib.crc32(self.source.name.encode())])
         rows, columns = self.source.shape
         bound = np.float32(matrix_scale(self.recipe.init, columns) * math.sqrt(3.0))
         step = max(1, BLOCK_VALUES // columns)
@@ -180,12 +172,18 @@ def write_checkpoint(
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def main() -> None:
-    output = pathlib.Path(_OUTPUT.value)
-    overrides: dict[str, Any] = {"dtype": _DTYPE.value}
-    if _VOCAB_SIZE.value is not None:
-        overrides["vocab_size"] = _VOCAB_SIZE.value
-    config = ModelConfig.preset(_PRESET.value, **overrides)
+def make_random_checkpoint(
+    preset: str,
+    output: pathlib.Path,
+    *,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    shard_size_mb: int = 4096,
+    tokenizer_from: str | None = None,
+    vocab_size: int | None = None,
+) -> ModelConfig:
+    """Makes the directory; it appears complete or not at all."""
+    config = ModelConfig.preset(preset, dtype=dtype, **({} if vocab_size is None else {"vocab_size": vocab_size}))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserInputError(f"output {str(output)!r} exists and is not an empty directory")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -195,14 +193,46 @@ def main() -> None:
         write_checkpoint(
             made,
             config,
-            seed=_SEED.value,
-            max_shard_bytes=_SHARD_SIZE_MB.value << 20,
-            tokenizer_from=_TOKENIZER_FROM.value,
+            seed=seed,
+            max_shard_bytes=shard_size_mb << 20,
+            tokenizer_from=tokenizer_from,
             progress=Progress(),
         )
         made.replace(output)
-    print(f"{output}: {config.num_layers} layers, {config.dtype}, random weights (seed {_SEED.value})")
+    return config
+
+
+def main(argv: Sequence[str]) -> int:
+    line = CommandLine("make_random_checkpoint.py --preset=NAME --output=DIR [--flag=value ...]", __doc__ or "")
+    line.group("Checkpoint")
+    line.define("str", "preset", None, f"One of {', '.join(PRESETS)}.")
+    line.define("str", "output", None, "Directory to make; absent or empty.")
+    line.define("str", "dtype", "bfloat16", f"dtype of the matrices: {', '.join(NUMPY_DTYPES)}.")
+    line.define("int", "seed", 0, "Seed of the weights.")
+    line.define("int", "shard_size_mb", 4096, "Largest size of a shard.")
+    line.define("str", "tokenizer_from", None, "Directory whose tokenizer files are copied.")
+    line.define("int", "vocab_size", None, "Vocabulary rows in place of the preset's.")
+    try:
+        if asks_for_help(argv):
+            print(line.help())
+            return 0
+        line.parse(argv)
+        line.require("preset", "output", "shard_size_mb")
+        config = make_random_checkpoint(
+            line.preset,
+            pathlib.Path(line.output),
+            dtype=line.dtype,
+            seed=line.seed,
+            shard_size_mb=line.shard_size_mb,
+            tokenizer_from=line.tokenizer_from,
+            vocab_size=line.vocab_size,
+        )
+    except UserInputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{line.output}: {config.num_layers} layers, {config.dtype}, random weights (seed {line.seed})")
+    return 0
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(main(sys.argv))

@@ -1,26 +1,76 @@
-"""``qwen35-convert``: a Hugging Face directory to one that loads without conversion.
-
-The conversion runs on the CPU and needs the memory of a few tensors, not of the model.
-"""
+"""``qwen35-convert``: a Hugging Face directory to one that loads without conversion."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
 
-from absl import flags
+from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.errors import UserInputError
 
-from qwen35_jax.cli.command import run_command
+EXIT_USER_ERROR = 2
+_DTYPES = ("auto", "bfloat16", "float32")
 
-_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory of the model.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Directory to make; absent or empty.", required=True)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "auto", ["auto", "bfloat16", "float32"], "dtype of the matrices; auto takes the checkpoint's."
-)
+_USAGE = "qwen35-convert --model=HF_DIR --output=DIR [--dtype=auto|bfloat16|float32]"
+_DESCRIPTION = """
+Reads the checkpoint in HF_DIR, fuses and checks its tensors, and writes them to DIR as Orbax checkpoints, with the
+config and tokenizer files beside them. Every command takes DIR as its --model, and starts faster from it.
+
+The conversion runs on the CPU, needs the memory of a few tensors rather than of the model, and writes DIR completely or
+not at all.
+
+Exit codes: 0 converted; 2 something in the command line or the checkpoint is wrong, and nothing was written; 130 or 143
+interrupted by a signal, and nothing is left.
+"""
 
 
-def main() -> int:
-    """Converts as the flags say."""
+def command_line() -> CommandLine:
+    """The flags of this command."""
+    line = CommandLine(_USAGE, _DESCRIPTION)
+    line.group("Conversion")
+    line.define("str", "model", None, "Hugging Face directory of the model.")
+    line.define("str", "output", None, "Directory to make; absent or empty.")
+    line.define("str", "dtype", "auto", "dtype of the matrices: auto (the checkpoint's), bfloat16 or float32.")
+    return line
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        argv: the program's name and its flags.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        if asks_for_help(argv):
+            print(command_line().help())
+            return 0
+        line = command_line()
+        line.parse(argv)
+        line.require("model", "output")
+        if line.dtype not in _DTYPES:
+            raise UserInputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {line.dtype!r}")
+        _convert(line.model, line.output, None if line.dtype == "auto" else line.dtype)
+        return 0
+    except UserInputError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def run() -> NoReturn:
+    """Entry point of the console command."""
+    sys.exit(main(sys.argv))
+
+
+def _convert(model: str, output: str, dtype: str | None) -> None:
     import jax
 
     # A GPU would bring nothing, and a busy one would be in the way.
@@ -28,20 +78,15 @@ def main() -> int:
     from qwen35_jax.checkpoint import convert
     from qwen35_jax.progress import Progress
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the partial output is removed
-    dtype = None if _DTYPE.value == "auto" else _DTYPE.value
-    manifest = convert(_MODEL.value, _OUTPUT.value, dtype=dtype, progress=Progress())
+    if threading.current_thread() is threading.main_thread():  # an exception, so that nothing partial is left
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    manifest = convert(model, output, dtype=dtype, progress=Progress())
     size = sum(manifest.files.values())
+    skipped = manifest.source["skipped_tensors"]
     print(
-        f"{_OUTPUT.value}: {len(manifest.parameters)} parameters in {manifest.dtype}, {size / 2**20:,.0f} MiB "
-        f"({manifest.source['skipped_tensors']} tensors that text generation does not use were left out)"
+        f"{output}: {len(manifest.parameters)} parameters in {manifest.dtype}, {size / 2**20:,.0f} MiB"
+        f" ({skipped} tensors that text generation does not use were left out)"
     )
-    return 0
-
-
-def run() -> None:
-    """Entry point of ``qwen35-convert``."""
-    run_command(main)
 
 
 if __name__ == "__main__":
