@@ -43,7 +43,7 @@ class EngineLike(Protocol):
     def submit(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         rng_id: str | int,
         sample_index: int = 0,
@@ -78,6 +78,8 @@ class Driver:
             admission always has a choice.
         feed_tokens: prompt tokens read from the source between two steps (at least one request is), so that the first
             step does not wait for a long read-ahead.
+        feed_rows: requests read between two steps once the engine has as many as it runs at once: the device does not
+            wait for the queue behind them.
     """
 
     def __init__(
@@ -87,11 +89,13 @@ class Driver:
         *,
         window: int | None = None,
         feed_tokens: int = 65536,
+        feed_rows: int = 32,
     ):
         self._engine = engine
         self._tokenizer = tokenizer
         self._window = window or 2 * engine.max_num_seqs
         self._feed_tokens = feed_tokens
+        self._feed_rows = feed_rows
         self._live: dict[str, _Live] = {}
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._abort_later: set[str] = set()
@@ -149,15 +153,15 @@ class Driver:
         try:
             while not self._cancelled:
                 yield from self._take_aborts()
-                fed = 0
-                while not (exhausted or self._draining) and len(self._live) < self._window and fed < self._feed_tokens:
+                fed_tokens = fed_rows = 0
+                while not (exhausted or self._draining) and self._has_room(fed_tokens, fed_rows):
                     item = next(source, None)
                     if item is None:
                         exhausted = True
                     elif isinstance(item, RequestOutput):
                         yield item
                     else:
-                        fed += max(1, len(item.prompt_token_ids))
+                        fed_tokens, fed_rows = fed_tokens + len(item.prompt_token_ids), fed_rows + 1
                         output = self._submit(item)
                         if output is not None:
                             yield output
@@ -181,6 +185,13 @@ class Driver:
                         yield output
         finally:
             self._give_up(step=not failed)
+
+    def _has_room(self, fed_tokens: int, fed_rows: int) -> bool:
+        """Whether to read one more request before the next step."""
+        inside = len(self._live)
+        if inside >= self._window or fed_tokens >= self._feed_tokens:
+            return False
+        return inside < self._engine.max_num_seqs or fed_rows < self._feed_rows
 
     def _submit(self, request: GenerationRequest) -> RequestOutput | None:
         if request.request_id in self._live:
@@ -286,8 +297,8 @@ class _Live:
         self._token_ids.extend(step.token_ids)
         if step.logprobs is not None:
             self._logprobs.extend(step.logprobs)
-        if self._text is None:
-            return None
+        if self._text is None or not self.request.params.stop:
+            return None  # without stop strings the text is made once, at the end (measured: 5 instead of 13 us of host time a token)
         hit = self._text.push(step.token_ids, ends_with_stop_token=step.finished and step.finish_reason == "stop")
         if hit is not None:
             kept = self._text.num_tokens_kept
@@ -311,6 +322,8 @@ class _Live:
             completion.logprobs = [_logprob_dict(entry, number, decoded_token) for entry in self._logprobs]
             completion.cumulative_logprob = sum(entry.logprob for entry in self._logprobs)
         if self._text is not None:
+            if not request.params.stop:
+                self._text.push(self._token_ids, ends_with_stop_token=reason == "stop")
             self._text.finish()
             completion.text = self._text.text
             if self._text.stop_hit is not None and error is None:
@@ -323,7 +336,7 @@ class _Live:
         return RequestOutput(
             request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=list(request.prompt_token_ids),
             outputs=[completion],
             error=error,
             error_code=code,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -40,11 +41,12 @@ class LLM:
     An LLM runs one ``generate``, ``chat`` or ``stream`` at a time; ``abort`` may be called from other threads.
     """
 
-    def __init__(self, model: str, *, progress: ProgressFn | None = None, **options: Any):
+    def __init__(self, model: str | os.PathLike[str], *, progress: ProgressFn | None = None, **options: Any):
         config = engine_config(options)
         defaults = default_sampling_params(model)
         from qwen35_jax.loading import create_engine
 
+        model = os.fspath(model)
         report = progress or Progress()
         engine, model_config, tokenizer = create_engine(model, **dataclasses.asdict(config), progress=report)
         self._attach(engine, model_config, tokenizer, defaults)
@@ -331,7 +333,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**options).validate()
 
 
-def default_sampling_params(model: str) -> SamplingParams:
+def default_sampling_params(model: str | os.PathLike[str]) -> SamplingParams:
     """Sampling options of the model's own ``generation_config.json``; the plain defaults where there is none.
 
     Raises:

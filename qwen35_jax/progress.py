@@ -43,7 +43,7 @@ class Progress:
         self._clock = clock
         self._bar = None
         self._stage = ""
-        self._started = 0.0
+        self._started = self._ended = clock()
         self._last_line = 0.0
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
@@ -53,7 +53,8 @@ class Progress:
         """
         if stage != self._stage:
             self.close()
-            self._stage, self._started, self._last_line = stage, self._clock(), float("-inf")
+            # A stage may report for the first time when its first part is done: it began when the one before ended.
+            self._stage, self._started, self._last_line = stage, self._ended, float("-inf")
         if self._terminal:
             self._draw(stage, done, total, note)
         else:
@@ -63,6 +64,8 @@ class Progress:
 
     def rows(self, total: int, stage: str = "answering", *, done: int = 0) -> RowProgress:
         """Progress over ``total`` rows, ``done`` of which were there before."""
+        self.close()
+        self._ended = self._clock()
         return RowProgress(self, stage, total, done, self._clock)
 
     def message(self, text: str) -> None:
@@ -77,7 +80,8 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._stage = ""
+        if self._stage:
+            self._stage, self._ended = "", self._clock()
 
     def _draw(self, stage: str, done: int, total: int, note: str) -> None:
         if self._bar is None:

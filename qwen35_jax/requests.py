@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ class GenerationRequest:
     Attributes:
         request_id: unique among the requests of a run.
         rng_id: what its random bits derive from, beside the seed.
-        prompt_token_ids: checked ids.
+        prompt_token_ids: checked ids, 4 bytes each (many long prompts may wait at once).
         params: with ``max_tokens`` set.
         prompt: text of the prompt, if there is one.
         chat: whether the prompt was rendered from a conversation: its output is split into reasoning and content.
@@ -38,7 +39,7 @@ class GenerationRequest:
 
     request_id: str
     rng_id: str | int
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     prompt: str | None = None
     chat: bool = False
@@ -135,7 +136,7 @@ class RequestPreparer:
         if not token_ids:
             raise RequestError("invalid_prompt", "the prompt is empty", param="prompt")
         params = self._with_max_tokens(params, len(token_ids))
-        return GenerationRequest(request_id, rng_id, token_ids, params, prompt=text, chat=chat)
+        return GenerationRequest(request_id, rng_id, array.array("i", token_ids), params, prompt=text, chat=chat)
 
     def _with_max_tokens(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         limit = self._max_model_len

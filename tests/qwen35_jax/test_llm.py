@@ -445,8 +445,8 @@ def test_plain_lines_where_there_is_no_terminal():
         now[0] += 2
         progress("compiling", done, 4, f"bucket {done}")
     assert stream.getvalue().splitlines() == [
-        "compiling: 1 of 4, 0 s, bucket 1",
-        "compiling: 4 of 4, 6 s, bucket 4",
+        "compiling: 1 of 4, 2 s, bucket 1",
+        "compiling: 4 of 4, 8 s, bucket 4",
     ]
 
 
@@ -457,8 +457,8 @@ def test_rows_are_reported_with_their_rate_and_failures():
     bar.add(rows=1, tokens=40)
     bar.add(rows=1, failed=1)
     assert stream.getvalue().splitlines() == [
-        "answering: 2 of 3, 0 s, 20.0 tokens/s",
-        "answering: 3 of 3, 0 s, 20.0 tokens/s, 1 failed",
+        "answering: 2 of 3, 2 s, 20.0 tokens/s",
+        "answering: 3 of 3, 2 s, 20.0 tokens/s, 1 failed",
     ]
 
 
