@@ -1,4 +1,4 @@
-"""The engine on a tiny fp32 model: whatever the company, the buckets and the overlap, a request's answer is the same."""
+"""The engine on a tiny fp32 model: a request's answer is the same in any company, bucket and overlap mode."""
 
 import dataclasses
 
