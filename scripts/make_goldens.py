@@ -120,27 +120,32 @@ def measure_case(case: str) -> tuple[dict, dict[str, np.ndarray], list[str]]:
     numbers: dict = {"weights_sha256": goldens.weights_digest(tensors), "lengths": {}}
     arrays: dict[str, np.ndarray] = {}
     complaints = check_files(case, exact_model, tensors)
-    for length in goldens.LENGTHS:
-        tokens = tiny.token_ids(case, length + goldens.DECODE_STEPS)
-        wanted = oracle.forward(tokens)
-        logprobs, layers = run_model(exact_model, tokens, length)
-        rounded, _ = run_model(rounded_model, tokens, length)
-        top, mean, _ = goldens.distance(logprobs, wanted.logprobs)
-        layer_errors = goldens.relative_error(layers, wanted.layer_outputs)
-        bf16_max, bf16_mean, bf16_p99 = goldens.distance(rounded, logprobs)
+    for length, count in goldens.SEQUENCES.items():
+        tokens = np.stack([tiny.token_ids(case, length + goldens.DECODE_STEPS, seed=i) for i in range(count)])
+        wanted = [oracle.forward(sequence) for sequence in tokens]
+        exact = [run_model(exact_model, sequence, length) for sequence in tokens]
+        rounded = [run_model(rounded_model, sequence, length)[0] for sequence in tokens]
+        exact_logprobs = np.stack([logprobs for logprobs, _ in exact])
+        top, mean, _ = goldens.distance(exact_logprobs, np.stack([output.logprobs for output in wanted]))
+        layer_errors = np.max(
+            [goldens.relative_error(e[1], w.layer_outputs) for e, w in zip(exact, wanted, strict=True)], axis=0
+        )
+        bf16_max, bf16_mean, bf16_p99 = goldens.distance(np.stack(rounded), exact_logprobs)
         print(
-            f"{case:12s} length {length:3d}: oracle vs float32 max {top:.1e} mean {mean:.1e}, layers "
+            f"{case:12s} {count:2d} of length {length:3d}: oracle vs float32 max {top:.1e} mean {mean:.1e}, layers "
             f"{layer_errors.max():.1e}; bfloat16 vs float32 mean {bf16_mean:.4f} p99 {bf16_p99:.4f} max {bf16_max:.3f}",
             flush=True,
         )
         if top > MAX_LOGPROB_ERROR or mean > MEAN_LOGPROB_ERROR or layer_errors.max() > MAX_LAYER_ERROR:
             complaints.append(f"{case} length {length}: the oracle and transformers disagree")
         positions = goldens.kept_positions(length)
-        arrays[f"tokens_{length}"] = tokens
-        arrays[f"positions_{length}"] = positions
+        logprobs, layers = exact[0]
+        arrays[f"tokens_{length}"] = tokens.astype(np.uint16)
+        arrays[f"positions_{length}"] = positions.astype(np.uint16)
         arrays[f"logprobs_{length}"] = logprobs[positions].astype(np.float32)
         arrays[f"layers_{length}"] = layers[:, positions].astype(np.float32)
         numbers["lengths"][str(length)] = {
+            "sequences": count,
             "fp32_max": float(f"{top:.3e}"),
             "fp32_mean": float(f"{mean:.3e}"),
             "fp32_layer_errors": [float(f"{error:.3e}") for error in layer_errors],
@@ -170,6 +175,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the committed goldens, write nothing")
     arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
@@ -185,7 +192,7 @@ def main() -> int:
         "machine": platform.machine(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "attention": "sdpa",
-        "distance": "|delta logprob| over all positions (prefill and decode steps) and all ids; p99 = numpy.quantile",
+        "distance": "|delta logprob| over all sequences, positions (prefill and steps) and ids; p99 = numpy.quantile",
         "cases": {},
     }
     complaints: list[str] = []

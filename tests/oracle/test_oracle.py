@@ -107,11 +107,11 @@ def _worst(oracle, case, length, *, forget_at=None):
     golden = goldens.load_golden(case, length)
     state = oracle.new_state()
     split = length if forget_at is None else forget_at
-    first = oracle.forward(golden.tokens[:split], state)
+    first = oracle.forward(golden.tokens[0, :split], state)
     if forget_at is not None:
         full = [kind == "full_attention" for kind in oracle.layer_types]
         state.layers = [layer if keep else None for layer, keep in zip(state.layers, full, strict=True)]
-    rest = oracle.forward(golden.tokens[split:], state)
+    rest = oracle.forward(golden.tokens[0, split:], state)
     logprobs = np.concatenate([first.logprobs, rest.logprobs])
     return goldens.distance(logprobs[golden.positions], golden.logprobs)[0]
 
