@@ -113,6 +113,7 @@ def test_max_num_seqs_caps_even_when_slots_are_left():
     sched = scheduler(max_num_seqs=2, num_slots=9)
     submit(sched, *((f"r{i}", 10, 4) for i in range(5)))
     assert len(sched.tick().chunks) == 2
+    assert (sched.running, sched.waiting) == (2, 3)
 
 
 def test_null_slot_and_null_page_are_never_in_a_plan():

@@ -9,7 +9,7 @@ import dataclasses
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schedulers import Plan, Request, RequestRejected, Scheduler, SchedulerConfig, pages_for
+from schedulers import BucketLadder, Plan, Request, RequestRejected, Scheduler, SchedulerConfig, pages_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,13 @@ class Driver:
     def __init__(self, script: Script):
         self.script = script
         self.config = script.config
-        self.sched = Scheduler(script.config)
+        limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        ladder = BucketLadder.from_limits(
+            **{name: getattr(self.config, name) for name in limits},
+            unified=self.config.overlap == "stream",
+            width_rungs=range(1, pages_for(self.config.max_model_len, 64) + 1),
+        )
+        self.sched = Scheduler(script.config, ladder)
         self.specs = {f"r{i}": spec for i, spec in enumerate(script.specs)}
         self.plans: list[Plan] = []
         self.submitted: list[str] = []  # accepted, in order

@@ -158,6 +158,24 @@ def test_the_table_width_covers_every_step_of_the_dispatch():
     assert plan.bucket.width == 16
 
 
+def test_the_table_width_covers_the_context_of_a_later_chunk():
+    sched = scheduler()
+    submit(sched, ("a", 300, 4))
+    assert sched.tick().bucket.width == 4
+    assert sched.tick().bucket.width == 16  # 44 tokens, but 300 tokens of context: five pages
+
+
+@pytest.mark.parametrize(("row", "chunk"), [(10, 300), (300, 10)])
+def test_the_table_width_of_a_unified_program_covers_rows_and_chunks(row, chunk):
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024}
+    ladder = BucketLadder.from_limits(**limits, unified=True, width_rungs=(1, 2, 4, 8))
+    sched = Scheduler(config(overlap="stream", max_num_batched_tokens=512), ladder)
+    start_decoding(sched, "row", row, 9)
+    submit(sched, ("chunk", chunk, 9))
+    plan = sched.tick()
+    assert plan.kind == "unified" and plan.bucket.width == 8
+
+
 def test_cancel_while_waiting_prefilling_and_decoding_frees_everything_at_once():
     sched = scheduler(max_num_seqs=2, num_slots=3)
     start_decoding(sched, "a", 10, 50)
