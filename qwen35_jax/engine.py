@@ -25,18 +25,10 @@ import numpy as np
 from qwen35_jax.config import EngineConfig
 from qwen35_jax.packing import LiveRequest, decode_values, prefill_values, variant_of
 from qwen35_jax.prefill_device import Flight, PrefillDevice
-from qwen35_jax.programs import (
-    CompileCounter,
-    DeviceState,
-    ProgramKey,
-    ProgramKind,
-    ProgramSet,
-    ResultRows,
-    fetch,
-    init_device_state,
-)
+from qwen35_jax.programs import CompileCounter, ProgramSet, fetch, init_device_state
 from qwen35_jax.sampling import request_key, row_words
 from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.steps import DeviceState, ProgramKey, ProgramKind, ResultRows
 from schedulers import Bucket, Chunk, DecodeRow, Plan, Released, Request, RequestRejected, Scheduler
 from schedulers.trace import StepTrace
 

@@ -19,17 +19,9 @@ from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.params import FlatParams, ParamPack
 from qwen35_jax.prefill_device import PrefillDevice
-from qwen35_jax.programs import (
-    VARIANTS,
-    CompileCounter,
-    DeviceState,
-    ProgramKey,
-    ProgramSet,
-    StepSpec,
-    device_state_shapes,
-    init_device_state,
-)
+from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.progress import ProgressFn, silent
+from qwen35_jax.steps import VARIANTS, DeviceState, ProgramKey, StepSpec, device_state_shapes
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler, SchedulerConfig
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from qwen35_jax import sampling
-from qwen35_jax.programs import Variant
 from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.steps import Variant
 from schedulers import Bucket, Chunk, DecodeRow
 
 

@@ -17,7 +17,8 @@ from jax.sharding import SingleDeviceSharding
 
 from qwen35_jax.cache import pages_for
 from qwen35_jax.packing import LiveRequest, prefill_values, variant_of
-from qwen35_jax.programs import DeviceState, ProgramKey, ProgramSet, init_device_state
+from qwen35_jax.programs import ProgramSet, init_device_state
+from qwen35_jax.steps import DeviceState, ProgramKey
 from schedulers import Bucket, Chunk
 
 
