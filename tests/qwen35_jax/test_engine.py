@@ -10,6 +10,7 @@ from jax.errors import JaxRuntimeError
 from qwen35_jax.cache import tree_bytes
 from qwen35_jax.engine import EngineError
 from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.steps import ProgramKey
 from schedulers import RequestRejected
 from tests.engine_kit import EOS, NUM_VALID, Job, Result, assert_same, drain, kit, mixed_jobs, run, submit_all
 
@@ -296,8 +297,10 @@ def test_programs_update_the_pools_in_place(mode):
                 shape = "f32[" + ",".join(map(str, pool.shape)) + "]"
                 copies = [line for line in text.splitlines() if f"{shape}" in line and " copy(" in line]
                 assert not copies, f"{key}: {copies[0]}"
+            if programs is kit(mode).other:
+                continue  # a staging pool is smaller than the activations of its chunks
             # Activations alone stay below these; a hidden copy of either pool would not.
-            small = key == "fill" or (not isinstance(key, tuple) and key.kind == "decode")
+            small = isinstance(key, ProgramKey) and key.kind == "decode"
             scratch = memory.temp_size_in_bytes
             assert scratch < (state_bytes if small else kv_bytes), f"{key}: {scratch} bytes of scratch"
 
