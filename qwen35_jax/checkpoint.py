@@ -152,6 +152,18 @@ def read_model_config(model_dir: str | os.PathLike[str]) -> ModelConfig:
     return ModelConfig.from_hf(model_dir)
 
 
+def check_weights(model_dir: str | os.PathLike[str], config: ModelConfig) -> None:
+    """Makes all checks of :func:`load_model_params` and reads no weights: for refusing early.
+
+    Raises:
+        UserInputError: the directory does not hold this model, whole.
+    """
+    if open_model_dir(model_dir) == "hf":
+        plan_load(model_dir, config)
+    else:
+        ConvertedCheckpoint(model_dir, config)
+
+
 def load_model_params(
     model_dir: str | os.PathLike[str],
     config: ModelConfig,

@@ -188,15 +188,19 @@ def _parse_header(path: pathlib.Path, header: bytes) -> list[TensorEntry]:
     entries = []
     for name, value in values.items():
         try:
-            dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-            bits = math.prod(shape) * _BITS[dtype]
-            valid = 0 <= begin <= end and (end - begin) * 8 == bits and all(dim >= 0 for dim in shape)
-        except (KeyError, TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise UserInputError(f"{path}: the header entry of tensor {name!r} is inconsistent: {value!r}")
-        entries.append(TensorEntry(name, path, dtype, shape, begin, end - begin))
+            entries.append(_parse_entry(path, name, value))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserInputError(f"{path}: the header entry of tensor {name!r} is inconsistent: {value!r}") from error
     return entries
+
+
+def _parse_entry(path: pathlib.Path, name: str, value: Any) -> TensorEntry:
+    """Raises KeyError, TypeError or ValueError for an entry that is not what the format says."""
+    dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    size_fits = (end - begin) * 8 == math.prod(shape) * _BITS[dtype]
+    if not (size_fits and 0 <= begin <= end and all(dim >= 0 for dim in shape)):
+        raise ValueError("sizes do not fit")
+    return TensorEntry(name, path, dtype, shape, begin, end - begin)
 
 
 class TensorReader:

@@ -175,10 +175,11 @@ def _check_tied_head(tensors: dict[str, TensorEntry], prefix: str) -> None:
     same = head.shape == embed.shape and head.dtype == embed.dtype
     with TensorReader() as reader:
         for start in range(0, head.num_bytes if same else 0, _COMPARE_BYTES):
-            parts = [np.empty(min(_COMPARE_BYTES, head.num_bytes - start), np.uint8) for _ in range(2)]
-            for entry, part in zip((head, embed), parts, strict=True):
-                reader.read_bytes(entry, start, part)
-            if not np.array_equal(*parts):
+            size = min(_COMPARE_BYTES, head.num_bytes - start)
+            ours, theirs = np.empty(size, np.uint8), np.empty(size, np.uint8)
+            reader.read_bytes(head, start, ours)
+            reader.read_bytes(embed, start, theirs)
+            if not np.array_equal(ours, theirs):
                 same = False
                 break
     if not same:

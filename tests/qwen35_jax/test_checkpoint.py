@@ -16,6 +16,7 @@ from qwen35_jax.checkpoint import (
     MANIFEST_FILE,
     ConvertedCheckpoint,
     Manifest,
+    check_weights,
     convert,
     load_model_params,
     open_model_dir,
@@ -226,6 +227,20 @@ def test_checks_come_before_any_allocation(converted, config, monkeypatch):
 
     monkeypatch.setattr(ConvertedCheckpoint, "_restore_part", forbidden)
     refuse(converted, config, "is missing")
+
+
+def test_weights_are_checked_without_being_read(source, converted, config, monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(ConvertedCheckpoint, "_restore_part", forbidden)
+    monkeypatch.setattr(checkpoint_module, "load_params", forbidden)
+    check_weights(source, config)
+    check_weights(converted, config)
+    other = dataclasses.replace(config, intermediate_size=512)
+    for path in (source, converted):
+        with pytest.raises(UserInputError, match="mlp"):
+            check_weights(path, other)
 
 
 def test_a_config_edited_since_the_conversion_is_told(converted, config, caplog):
