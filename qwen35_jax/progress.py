@@ -53,8 +53,9 @@ class Progress:
         """
         if stage != self._stage:
             self.close()
-            # A stage may report for the first time when its first part is done: it began when the one before ended.
-            self._stage, self._started, self._last_line = stage, self._ended, float("-inf")
+            # A stage that first reports when a part is done began when the stage before it ended.
+            self._started = self._ended if done else self._clock()
+            self._stage, self._last_line = stage, float("-inf")
         if self._terminal:
             self._draw(stage, done, total, note)
         else:

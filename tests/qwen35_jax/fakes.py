@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.engine import EngineOutput, TokenLogprob
 from qwen35_jax.llm import LLM
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.text import ChatError
@@ -16,6 +16,29 @@ EOS = 256
 VOCAB_SIZE = 300  # rows 257.. are padding
 BROKEN = 7  # a prompt with this byte gives non-finite logits after two tokens
 SLOW = ord("~")  # a prompt that begins with it gives a token only every eighth step
+
+
+# Twins of the engine's own classes: importing those would start JAX, which these tests do not need. A test compares
+# their fields.
+
+
+@dataclasses.dataclass
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float, int], ...]
+
+
+@dataclasses.dataclass
+class EngineOutput:
+    request_id: str
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finished: bool = False
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
 
 
 def echo(prompt: Sequence[int], params: SamplingParams) -> list[int]:

@@ -1,6 +1,8 @@
 import dataclasses
 import json
 import os
+import pathlib
+import signal
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from tests.oracle import tiny
 from tests.qwen35_jax.fakes import FakeEngine, make_llm
 
 pytestmark = pytest.mark.timeout(120)
+ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 
 
 @pytest.fixture
@@ -122,6 +125,27 @@ def test_resume_after_a_crash(folder, run):
     assert "nothing to do" in run.out and run.loads == []
 
 
+KILLED = """
+import os, signal
+from qwen35_jax.cli import generate
+from tests.qwen35_jax.fakes import FakeEngine, make_llm
+
+engine = FakeEngine(on_step=lambda engine: engine.steps == 11 and os.kill(os.getpid(), signal.SIGKILL))
+flags = ["--model=model", "--input=in.jsonl", "--output=out.jsonl"]
+generate.main(["qwen35-generate", *flags], make_llm=lambda model, **options: make_llm(engine))
+"""
+
+
+def test_resume_after_being_killed(folder, run):
+    result = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, env={**os.environ, "PYTHONPATH": ROOT})
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    done = len(records())
+    assert 0 < done < 6
+    assert run() == 0
+    assert f"{6 - done} rows answered, 0 failed, {done} had their record before" in run.out
+    assert sorted(record["custom_id"] for record in records()) == [f"r{index}" for index in range(6)]
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
@@ -140,8 +164,6 @@ def test_a_resume_with_other_settings_is_refused(folder, run, flag, words):
 
 
 def test_an_interrupted_command_says_so_in_its_exit_code(folder, run):
-    import signal
-
     run.engine = FakeEngine(
         max_num_seqs=1, on_step=lambda engine: engine.steps == 3 and signal.raise_signal(signal.SIGTERM)
     )
@@ -248,9 +270,7 @@ def test_a_missing_flag_is_named(folder, run, missing):
 
 def console(*flags, cwd=None):
     command = [sys.executable, "-c", "from qwen35_jax.cli.generate import run; run()", *flags]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "PYTHONPATH": os.getcwd()}
-    )
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "PYTHONPATH": ROOT})
 
 
 def test_help_names_every_flag_and_loads_nothing_heavy():
@@ -274,7 +294,6 @@ def test_the_entry_point(tmp_path):
 
 
 def test_weights_that_are_missing_leave_no_output(folder):
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     command = [
         sys.executable,
         "-m",
@@ -283,7 +302,7 @@ def test_weights_that_are_missing_leave_no_output(folder):
         "--input=in.jsonl",
         "--output=out.jsonl",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT})
     assert result.returncode == 2, result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert sorted(os.listdir(folder)) == ["in.jsonl", "model"]

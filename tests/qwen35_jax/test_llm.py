@@ -1,3 +1,5 @@
+import dataclasses
+import inspect
 import io
 import json
 import subprocess
@@ -394,6 +396,22 @@ def test_something_that_is_no_conversation_at_all_is_a_type_error(conversations)
         make_llm().chat(conversations, SHORT)
 
 
+# The fakes.
+
+
+def test_the_fake_engine_keeps_the_contract_of_the_real_one():
+    from qwen35_jax import engine
+    from tests.qwen35_jax import fakes
+
+    for name in ("EngineOutput", "TokenLogprob"):
+        real, fake = ([field.name for field in dataclasses.fields(getattr(home, name))] for home in (engine, fakes))
+        assert real == fake
+    for name in ("max_model_len", "max_num_seqs", "has_work", "submit", "abort", "stop", "step", "close"):
+        assert hasattr(engine.Engine, name)
+    real, fake = (list(inspect.signature(home.submit).parameters) for home in (engine.Engine, fakes.FakeEngine))
+    assert real == fake
+
+
 # Life of an LLM.
 
 
@@ -448,6 +466,16 @@ def test_plain_lines_where_there_is_no_terminal():
         "compiling: 1 of 4, 2 s, bucket 1",
         "compiling: 4 of 4, 8 s, bucket 4",
     ]
+
+
+def test_a_stage_that_announces_itself_is_timed_from_there():
+    stream, now = io.StringIO(), [0.0]
+    progress = Progress(stream, interval=0, clock=lambda: now[0])
+    now[0] = 3.0
+    progress("loading", 0, 1)
+    now[0] = 5.0
+    progress("loading", 1, 1)
+    assert stream.getvalue().splitlines() == ["loading: 0 of 1, 0 s", "loading: 1 of 1, 2 s"]
 
 
 def test_rows_are_reported_with_their_rate_and_failures():
