@@ -92,25 +92,26 @@ def sample(row: Row, logits: np.ndarray, num_valid: int) -> Result:
     scaled = (adjusted / f32(row.temperature)).astype(np.float64)
     order = np.lexsort((np.arange(len(logits)), -scaled))  # value descending, id ascending
     ordered = scaled[order]
-    keep = ordered > -np.inf
-    clear = True
-    with np.errstate(divide="ignore"):
-        floor = ordered[0] + np.log(row.min_p)
-    if row.min_p > 0:
-        keep &= ordered >= floor
-        clear &= row.min_p == 1 or not np.any(np.abs(ordered - floor) < 1e-5)
-    if row.top_k > 0:
-        keep &= np.arange(len(order)) < row.top_k
-    weights = np.where(keep, np.exp(ordered - ordered[0]), 0)
-    before = np.cumsum(weights) - weights
-    if row.top_p < 1:
-        limit = row.top_p * weights.sum()
-        clear &= not np.any(keep & (np.arange(len(order)) > 0) & (np.abs(before - limit) < 1e-6 * weights.sum()))
-        keep &= (before < limit) | (np.arange(len(order)) == 0)
-    noisy = np.where(keep, ordered + noise(row.key, len(row.output), len(logits))[order], -np.inf)
-    best = np.sort(noisy)
-    clear &= keep.sum() == 1 or best[-1] - best[-2] > 1e-4
-    place = int(np.argmax(noisy))
+    noisy = ordered + noise(row.key, len(row.output), len(logits))[order]
+
+    def kept(slack: float) -> np.ndarray:
+        """What survives when the cut-offs are moved by ``slack``, relative."""
+        keep = ordered > -np.inf
+        if row.min_p > 0:
+            keep &= ordered >= ordered[0] + (np.log(row.min_p) - slack if row.min_p < 1 else 0)
+        if row.top_k > 0:
+            keep &= np.arange(len(order)) < row.top_k
+        weights = np.where(keep, np.exp(ordered - ordered[0]), 0)
+        if row.top_p < 1:
+            before = np.cumsum(weights) - weights
+            keep &= (before < (row.top_p + slack) * weights.sum()) | (np.arange(len(order)) == 0)
+        return keep
+
+    keep = kept(0)
+    place = int(np.argmax(np.where(keep, noisy, -np.inf)))
+    clear = all(np.argmax(np.where(kept(slack), noisy, -np.inf)) == place for slack in (-2e-6, 2e-6))
+    best = np.sort(noisy[keep])
+    clear &= len(best) == 1 or best[-1] - best[-2] > 2e-5
     return Result(int(order[place]), place, int(keep.sum()), bool(clear))
 
 

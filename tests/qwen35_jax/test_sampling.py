@@ -149,7 +149,7 @@ def test_tokens_equal_the_oracle(vocab, num_valid):
                 assert tokens[index] == want.token, (index, params[index], want)
             unclear += not want.clear
             row.output.append(int(tokens[index]))
-    assert unclear < 0.03 * 5 * len(params)
+    assert unclear <= 3
     assert whole > 10
     assert (beyond_list > 10) == (vocab > sampling.MAX_CANDIDATES)  # only the full sort can have found these
     np.testing.assert_array_equal(np.asarray(batch.state.generated)[: len(rows) + 1], [0] + [5] * len(params))
@@ -393,7 +393,7 @@ def test_record_prompt_over_several_chunks_with_pads():
     ],
 )
 def test_draws_follow_the_distribution(params, spread):
-    steps = 200
+    steps = 60
     logits = (np.random.default_rng(7).normal(size=NUM_VALID) * spread).astype(np.float32)
     scaled = logits.astype(np.float64) / params.temperature
     order = np.argsort(-scaled, kind="stable")
@@ -409,11 +409,11 @@ def test_draws_follow_the_distribution(params, spread):
     counts = np.bincount(drawn, minlength=NUM_VALID)
     expected = probs * len(drawn)
     assert counts[probs == 0].sum() == 0
-    large = expected >= 5
-    # Rare tokens share one cell.
-    observed = np.append(counts[large], counts[~large].sum())
-    wanted = np.append(expected[large], expected[~large].sum())
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    by_rank = np.argsort(-expected, kind="stable")
+    cell = (np.cumsum(expected[by_rank]) // 15).astype(int)  # about fifteen draws a cell, rare tokens share one
+    observed, wanted = np.bincount(cell, counts[by_rank]), np.bincount(cell, expected[by_rank])
+    observed, wanted = observed[wanted >= 5], wanted[wanted >= 5]
+    assert wanted.sum() > 0.99 * len(drawn)
     statistic = ((observed - wanted) ** 2 / wanted).sum()
     freedom = len(wanted) - 1
     assert statistic < freedom + 5 * np.sqrt(2 * freedom)
@@ -459,11 +459,8 @@ def test_wrong_static_arguments_are_refused():
 def test_random_words_are_those_of_fold_in():
     words = np.array([[0, 0], [1, 2**32 - 1], key_of(0)], np.uint32)
     for value in (0, 1, 248_319):
-        want = jax.vmap(
-            lambda key: jax.random.key_data(
-                jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), value)
-            )  # noqa: B023
-        )(words)
+        keys = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+        want = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, value))
         got = sampling._threefry(jnp.asarray(words), jnp.zeros(3, jnp.uint32), jnp.full(3, value, jnp.uint32))
         np.testing.assert_array_equal(got, want)
         numpy_words = [oracle.threefry(tuple(key), (np.zeros(1, np.uint32), np.array([value]))) for key in words]
