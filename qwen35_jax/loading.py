@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.registry import AUTO, all_ops
 from qwen35_jax import runtime
 from qwen35_jax.cache import MemoryPlan, MemoryPlanError, pages_for, plan_memory, tree_bytes
 from qwen35_jax.checkpoint import load_model_params, read_model_config
@@ -51,6 +52,7 @@ def create_engine(
         MemoryPlanError: it does not fit.
     """
     config = EngineConfig(**options).validate()
+    _check_kernels(config.kernels)
     runtime.prepare(config.gpu_memory_utilization, config.compilation_cache_dir)
     model_config = read_model_config(model)
     tokenizer = None
@@ -123,7 +125,6 @@ def build_engine(
         f"max_num_batched_tokens {scheduler_config.max_num_batched_tokens}"
     )
     for warning in plan.warnings:
-        log.warning(warning)
         say(f"warning: {warning}")
     say(ladder.describe())
 
@@ -167,6 +168,14 @@ def build_engine(
         prefill_device=prefill_device,
         compiles=compiles,
     )
+
+
+def _check_kernels(name: str) -> None:
+    """An implementation that some op does not have is refused before anything is loaded."""
+    for op in all_ops():
+        if name != AUTO and name not in op.implementations:
+            known = ", ".join((AUTO, *op.implementations))
+            raise UserInputError(f"kernels={name!r}: {op.name} has no such implementation (it has {known})")
 
 
 def _plan(
@@ -281,6 +290,7 @@ def _main_keys(config: EngineConfig, ladder: BucketLadder) -> tuple[ProgramKey, 
 
 def _compile(programs: ProgramSet, progress: ProgressFn, stage: str) -> None:
     started = time.perf_counter()
+    progress(stage, 0, programs.number, "the first programs take longest")
     programs.compile(
         lambda done, total, name, seconds: progress(stage, done, total, f"bucket {name} took {seconds:.1f} s"),
         threads=runtime.compile_threads(),

@@ -98,6 +98,11 @@ class ProgramSet:
         jobs["fill"] = ("fill", lambda: jax.jit(make_fill(), donate_argnums=0).lower(state, value, places))
         return jobs
 
+    @property
+    def number(self) -> int:
+        """Executables in all, transfers included."""
+        return len(self.keys) + len(self._extract_widths) + len(self._merge_widths) + 1
+
     def compile(self, progress: Callable[[int, int, str, float], None] | None = None, threads: int = 2) -> None:
         """Trace, lower and compile every program.
 

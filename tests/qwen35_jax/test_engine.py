@@ -9,6 +9,8 @@ from jax.errors import JaxRuntimeError
 
 from qwen35_jax.cache import tree_bytes
 from qwen35_jax.engine import EngineError
+from qwen35_jax.errors import UserInputError
+from qwen35_jax.loading import create_engine
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.steps import ProgramKey
 from schedulers import RequestRejected
@@ -310,3 +312,8 @@ def test_compile_counter_sees_compiles():
     jax.jit(lambda x: x * 3 + 1)(np.ones(7, np.float32)).block_until_ready()
     assert engine.compiles_after_warmup >= 1
     engine.close()
+
+
+def test_unknown_kernels_are_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(UserInputError, match=r"kernels='mosaic_sm1'.*reference"):
+        create_engine(str(tmp_path / "nothing here"), kernels="mosaic_sm1")
