@@ -50,8 +50,8 @@ class GatedAttention(nnx.Module):
         config = self.config
         tokens = x.shape[0]
         q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # All layers hand their index over as an array: one traced and compiled kernel serves them all.
-        layer = np.int32(self.pool_layer)
+        # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
+        layer = self.pool_layer
 
         projected = linear(x, self.qkv_proj[...])  # [M, 2NH + 2KH]
         q, gate, k, v = jnp.split(projected, np.cumsum([q_dim, q_dim, kv_dim]), axis=-1)

@@ -60,8 +60,8 @@ class GatedDeltaNet(nnx.Module):
             The mixed tokens ``[M, D]`` and both pools.
         """
         gdn = self.config
-        # All layers hand their index over as an array: one traced and compiled kernel serves them all.
-        layer = np.int32(self.pool_layer)
+        # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
+        layer = self.pool_layer
         heads = {"num_k_heads": gdn.num_k_heads, "head_k_dim": gdn.head_k_dim, "implementation": self.kernels}
 
         projected = linear(x, self.in_proj[...])  # [M, Cc + Hv*Dv + 2*Hv]
