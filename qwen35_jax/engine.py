@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 DEFAULT_MAX_TOKENS = 4096
+_TRACE_RECORDS = 200_000  # steps remembered: a night's job must not grow with its length
 _MAX_FAILURES = 3  # dispatches in a row that may fail before the engine gives up
 
 
@@ -128,7 +129,7 @@ class Engine:
         compiles: CompileCounter | None = None,
     ):
         self.config = config
-        self.trace = StepTrace()
+        self.trace = StepTrace(keep=_TRACE_RECORDS)
         self._scheduler = scheduler
         self._programs = programs
         self._state = state

@@ -110,7 +110,7 @@ def build_engine(
             f"decode_overlap='device' needs two devices, this process has {len(devices)} ({devices[0].device_kind})"
         )
     main, other = devices[0], devices[1] if overlap_device else None
-    dtype = jnp.dtype(model_config.dtype if config.dtype == "auto" else config.dtype)
+    dtype = jnp.dtype(config.activation_dtype(model_config))
     state_dtype = jnp.dtype(config.state_dtype)
     pack = ParamPack(model_config, dtype=dtype, kernels=config.kernels)
 
