@@ -11,17 +11,17 @@ last id. Nothing is downloaded, and the same sources give the same files.
 import json
 import pathlib
 import shutil
+import sys
 import tempfile
 import zlib
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from absl import flags
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from qwen35_jax.cli.command import run_command
+from qwen35_jax.cli.common import CommandLine, asks_for_help
 from qwen35_jax.config import AttentionConfig, GatedDeltaNetConfig, ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.name_table import FULL_PREFIX, parameter_table
@@ -157,7 +157,7 @@ def random_tensors(config: ModelConfig, end_ids: list[int], seed: int) -> dict[s
             gain = RESIDUAL_GAIN
         for source in recipe.sources:
             name = source.full_name(FULL_PREFIX)
-            rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            rng = np.random.default_rng([seed % (1 << 64), zlib.crc32(name.encode())])
             std = gain * source.shape[-1] ** -0.5 if recipe.init in ("matrix", "embedding") else gain
             values = mean + std * rng.standard_normal(source.shape)
             if recipe.init == "embedding":
@@ -277,16 +277,27 @@ def write_checkpoint(output: pathlib.Path, seed: int = SEED) -> ModelConfig:
     return config
 
 
-def main() -> None:
-    output = pathlib.Path(_OUTPUT.value)
-    config = write_checkpoint(output, _SEED.value)
+def main(argv: list[str]) -> int:
+    line = CommandLine("make_demo_checkpoint.py --output=DIR [--seed=N]", __doc__ or "")
+    line.group("Checkpoint")
+    line.define("str", "output", None, "Directory to write.")
+    line.define("int", "seed", SEED, "Seed of the random weights.")
+    try:
+        if asks_for_help(argv):
+            print(line.help())
+            return 0
+        line.parse(argv)
+        line.require("output")
+        config = write_checkpoint(pathlib.Path(line.output), line.seed)
+    except UserInputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(
-        f"{output}: {config.num_layers} layers, width {config.hidden_size}, {config.vocab_size} vocabulary rows, "
+        f"{line.output}: {config.num_layers} layers, width {config.hidden_size}, {config.vocab_size} vocabulary rows, "
         "random weights"
     )
+    return 0
 
 
 if __name__ == "__main__":
-    _OUTPUT = flags.DEFINE_string("output", None, "Directory to write.", required=True)
-    _SEED = flags.DEFINE_integer("seed", SEED, "Seed of the random weights.", lower_bound=0)
-    run_command(main)
+    sys.exit(main(sys.argv))

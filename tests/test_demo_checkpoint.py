@@ -115,6 +115,7 @@ def test_replaces_a_demo_checkpoint_and_nothing_else(tmp_path: pathlib.Path) -> 
     (precious / "config.json").write_text("{}")
     with pytest.raises(UserInputError, match="precious exists and is not a demo checkpoint"):
         make_demo_checkpoint.write_checkpoint(precious)
+    assert make_demo_checkpoint.main(["x", f"--output={precious}"]) == 2
     assert [path.name for path in precious.iterdir()] == ["config.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
