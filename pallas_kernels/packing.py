@@ -56,9 +56,7 @@ def token_owners(cu_seqlens: jax.Array, num_tokens: int) -> TokenOwners:
         num_tokens: T.
     """
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    num_requests = cu_seqlens.shape[0] - 1
-    request = jnp.searchsorted(cu_seqlens[1:], tokens, side="right").astype(jnp.int32)  # skips empty requests
-    request = jnp.minimum(request, num_requests - 1)
+    request = _find(cu_seqlens[1:], tokens)
     return TokenOwners(request, tokens - cu_seqlens[request], tokens < cu_seqlens[-1])
 
 
@@ -78,10 +76,9 @@ def tile_work_list(cu_seqlens: jax.Array, num_tokens: int, tile: int = TILE) -> 
     num_requests = cu_seqlens.shape[0] - 1
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     tiles_of = (lengths + tile - 1) // tile
-    ends = jnp.cumsum(tiles_of)
+    ends = _running_sum(tiles_of)
     index = jnp.arange(max_tiles(num_tokens, num_requests, tile), dtype=jnp.int32)
-    request = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-    request = jnp.minimum(request, num_requests - 1)
+    request = _find(ends, index)
     ordinal = index - (ends[request] - tiles_of[request])
     start = cu_seqlens[request] + tile * ordinal
     length = jnp.minimum(tile, cu_seqlens[request + 1] - start)
@@ -95,7 +92,25 @@ def live_rows(live: jax.Array) -> tuple[jax.Array, jax.Array]:
         live: bool[B].
 
     Returns:
-        i32[B] (entries past the number are unspecified) and i32[].
+        i32[B] (zeros past the number) and i32[].
     """
-    (order,) = jnp.nonzero(live, size=live.shape[0], fill_value=0)
-    return order.astype(jnp.int32), jnp.sum(live, dtype=jnp.int32)
+    rank = _running_sum(live.astype(jnp.int32)) - 1  # of a live row among the live ones
+    index = jnp.arange(live.shape[0], dtype=jnp.int32)
+    holds = live & (rank == index[:, None])  # [place, row]
+    return jnp.sum(jnp.where(holds, index, 0), axis=1, dtype=jnp.int32), jnp.sum(live, dtype=jnp.int32)
+
+
+# Two small helpers by comparison of all pairs. The arrays have at most a few hundred entries; searchsorted, cumsum and
+# nonzero cost 0.2 to 0.4 s each to compile on a CPU, in every program again.
+
+
+def _running_sum(values: jax.Array) -> jax.Array:
+    """Inclusive cumulative sum of i32[N]."""
+    index = jnp.arange(values.shape[0])
+    return jnp.sum(jnp.where(index <= index[:, None], values, 0), axis=1, dtype=jnp.int32)
+
+
+def _find(ends: jax.Array, queries: jax.Array) -> jax.Array:
+    """Index of the first of the non-decreasing ends that lies above each query, at most the last index."""
+    passed = jnp.sum(ends <= queries[:, None], axis=1, dtype=jnp.int32)  # steps over empty spans
+    return jnp.minimum(passed, ends.shape[0] - 1)

@@ -64,10 +64,10 @@ def causal_conv(
         "has_state": has_state,
         "cu_seqlens": cu_seqlens,
     }
-    return _run(arguments, implementation=OP.select(implementation, arguments))
+    return _causal_conv(arguments, implementation=OP.select(implementation, arguments))
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def _run(arguments: dict[str, jax.Array], *, implementation: Implementation):
+def _causal_conv(arguments: dict[str, jax.Array], *, implementation: Implementation):
     with jax.named_scope(OP.name):
         return implementation.function(**arguments)

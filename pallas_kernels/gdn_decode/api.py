@@ -97,11 +97,11 @@ def gdn_decode(
         "slot_ids": slot_ids,
     }
     options = {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "eps": float(eps)}
-    return _run(arguments, **options, implementation=OP.select(implementation, arguments | options))
+    return _gdn_decode(arguments, **options, implementation=OP.select(implementation, arguments | options))
 
 
 @functools.partial(jax.jit, static_argnames=("num_k_heads", "head_k_dim", "eps", "implementation"))
-def _run(
+def _gdn_decode(
     arguments: dict[str, jax.Array], *, num_k_heads: int, head_k_dim: int, eps: float, implementation: Implementation
 ):
     with jax.named_scope(OP.name):

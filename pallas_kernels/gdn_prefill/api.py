@@ -88,10 +88,10 @@ def gdn_prefill(
         "cu_seqlens": cu_seqlens,
     }
     options = {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim}
-    return _run(arguments, **options, implementation=OP.select(implementation, arguments | options))
+    return _gdn_prefill(arguments, **options, implementation=OP.select(implementation, arguments | options))
 
 
 @functools.partial(jax.jit, static_argnames=("num_k_heads", "head_k_dim", "implementation"))
-def _run(arguments: dict[str, jax.Array], *, num_k_heads: int, head_k_dim: int, implementation: Implementation):
+def _gdn_prefill(arguments: dict[str, jax.Array], *, num_k_heads: int, head_k_dim: int, implementation: Implementation):
     with jax.named_scope(OP.name):
         return implementation.function(**arguments, num_k_heads=num_k_heads, head_k_dim=head_k_dim)

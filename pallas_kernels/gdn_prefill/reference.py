@@ -104,8 +104,9 @@ def chunk_step(query, key, value, beta, decay, state) -> tuple[jax.Array, jax.Ar
         outputs [K, G, C, Dv] and the next state [K, G, Dv, Dk].
     """
     num_k_heads, group, size, head_v_dim = value.shape
-    total = jnp.cumsum(jnp.maximum(decay, STRONGEST_LOG_DECAY), axis=-1)  # [K, G, C]
     causal = jnp.tril(jnp.ones((size, size), bool))
+    # Inclusive sums as a product with a triangle: a cumsum compiles to a kernel of its own.
+    total = _einsum("kgj,ij->kgi", jnp.maximum(decay, STRONGEST_LOG_DECAY), causal.astype(jnp.float32))  # [K, G, C]
     between = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))  # [K, G, C, C]
     since_start = jnp.exp(total)[..., None]  # [K, G, C, 1]
     until_end = jnp.exp(total[..., -1:] - total)[..., None]

@@ -83,11 +83,11 @@ def kv_write(
         "positions": positions,
     }
     options = {"rotary_dim": rotary_dim, "rope_theta": float(rope_theta), "eps": float(eps)}
-    return _run(arguments, **options, implementation=OP.select(implementation, arguments | options))
+    return _kv_write(arguments, **options, implementation=OP.select(implementation, arguments | options))
 
 
 @functools.partial(jax.jit, static_argnames=("rotary_dim", "rope_theta", "eps", "implementation"))
-def _run(
+def _kv_write(
     arguments: dict[str, jax.Array], *, rotary_dim: int, rope_theta: float, eps: float, implementation: Implementation
 ):
     with jax.named_scope(OP.name):

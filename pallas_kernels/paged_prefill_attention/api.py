@@ -70,10 +70,10 @@ def paged_prefill_attention(
         "cu_seqlens": cu_seqlens,
         "kv_lens": kv_lens,
     }
-    return _run(arguments, implementation=OP.select(implementation, arguments))
+    return _paged_prefill_attention(arguments, implementation=OP.select(implementation, arguments))
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def _run(arguments: dict[str, jax.Array], *, implementation: Implementation):
+def _paged_prefill_attention(arguments: dict[str, jax.Array], *, implementation: Implementation):
     with jax.named_scope(OP.name):
         return implementation.function(**arguments)
