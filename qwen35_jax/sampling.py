@@ -351,7 +351,7 @@ def _choose(state: SamplerState, adjusted: jax.Array, slot_ids: jax.Array, num_v
     floor = best + jnp.log(min_p)[:, None]  # -inf when min_p is off
     mass = jnp.sum(jnp.where(scaled >= floor, jnp.exp(scaled - best), 0), axis=1)  # what min_p leaves
 
-    values, ids = lax.top_k(scaled, min(vocab, MAX_CANDIDATES))  # [B, K], ties in id order
+    values, ids = _top_k(scaled, min(vocab, MAX_CANDIDATES))  # [B, K], ties in id order
     in_list = jnp.where(values >= floor, jnp.exp(values - best), 0)
     list_mass = jnp.sum(in_list, axis=1)
     complete = (values[:, -1:] < floor)[:, 0]  # min_p drops everything beyond the list
@@ -424,6 +424,36 @@ def _sorted_rows(
     return lax.fori_loop(0, blocks, sort_block, tokens)
 
 
+def _top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """``lax.top_k`` along the last axis of ``f32[B, V]``, without NaN: values and ids ``[B, k]``, ties in id order.
+
+    A long axis is split into blocks first. The k blocks with the largest maxima (ties: the earlier block) hold the
+    whole result: k other elements, one a chosen block, are ahead of any element of a block that was not chosen. So
+    lists of ``V / block`` and ``k * block`` elements are searched instead of one of V.
+
+    XLA sorts the whole axis for ``lax.top_k``. Measured on an H200, V = 248320: k = 256 takes 0.49 ms and 91 MiB of
+    scratch at 256 rows (``lax.top_k`` alone 4.19 ms, 1213 MiB), 0.13 ms at 16 rows (0.95 ms).
+    """
+    rows, vocab = values.shape
+    block = 1
+    while 4 * block * block * k <= vocab:
+        block *= 2
+    if block < 4:
+        best, ids = lax.top_k(values, k)
+        return best, ids.astype(jnp.int32)
+    if vocab % block:
+        values = jnp.pad(values, ((0, 0), (0, -vocab % block)), constant_values=-jnp.inf)
+    blocks = values.reshape(rows, -1, block)
+    _, chosen = lax.top_k(jnp.max(blocks, axis=2), k)
+    chosen = jnp.sort(chosen.astype(jnp.int32), axis=1)  # back in id order, for the ties
+    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, k * block)
+    best, place = lax.top_k(candidates, k)
+    ids = (
+        jnp.take_along_axis(chosen, place.astype(jnp.int32) // block, axis=1) * block + place.astype(jnp.int32) % block
+    )
+    return best, ids
+
+
 def _kept_in_order(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, mass: jax.Array) -> jax.Array:
     """Which tokens top_k and then top_p keep, ``bool[B, K]``.
 
@@ -487,7 +517,7 @@ def _logprobs(
     raw: jax.Array, tokens: jax.Array, max_logprobs: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Logprob and rank of the tokens, and the best ``max_logprobs`` ids with theirs."""
-    top_values, top_ids = lax.top_k(raw, min(max_logprobs, raw.shape[1]))
+    top_values, top_ids = _top_k(raw, min(max_logprobs, raw.shape[1]))
     best = jnp.max(raw, axis=1, keepdims=True)
     normaliser = best + jnp.log(jnp.sum(jnp.exp(raw - best), axis=1, keepdims=True))
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=1)
@@ -495,6 +525,6 @@ def _logprobs(
     ahead = (raw > chosen) | ((raw == chosen) & (ids < tokens[:, None]))
     rank = 1 + jnp.sum(ahead, axis=1, dtype=jnp.int32)
     missing = ((0, 0), (0, max_logprobs - top_ids.shape[1]))  # a vocabulary smaller than the list
-    top_ids = jnp.pad(top_ids.astype(jnp.int32), missing)
+    top_ids = jnp.pad(top_ids, missing)
     top_logprobs = jnp.pad(top_values - normaliser, missing, constant_values=-jnp.inf)
     return (chosen - normaliser)[:, 0], rank, top_ids, top_logprobs

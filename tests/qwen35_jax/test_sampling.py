@@ -384,6 +384,26 @@ def test_record_prompt_over_several_chunks_with_pads():
     np.testing.assert_array_equal(records, want)
 
 
+@pytest.mark.parametrize(("vocab", "k"), [(4096, 256), (5001, 20), (320, 20), (1000, 256), (330, 1), (20, 20)])
+def test_top_k_in_blocks_is_top_k(vocab, k):
+    """Also where equal values and -inf lie on the border, and where blocks do not divide the vocabulary."""
+    rng = np.random.default_rng(8)
+    values = np.concatenate(
+        [
+            rng.normal(size=(4, vocab)),
+            rng.integers(0, 3, size=(4, vocab)),
+            np.zeros((1, vocab)),
+            np.full((1, vocab), -np.inf),
+            np.where(rng.random((4, vocab)) < 0.5 * k / vocab, rng.integers(0, 2, size=(4, vocab)), -np.inf),
+            np.sort(rng.normal(size=(2, vocab))),
+        ]
+    ).astype(np.float32)
+    best, ids = jax.jit(sampling._top_k, static_argnums=1)(values, k)
+    order = np.lexsort((np.broadcast_to(np.arange(vocab), values.shape), -values))[:, :k]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(best, np.take_along_axis(values, order, axis=1))
+
+
 @pytest.mark.parametrize(
     ("params", "spread"),
     [
