@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 NUM_EXAMPLES = 3
+LONG_ANSWER = 40  # characters; shorter ones make poor examples
 WIDTH = 100
 
 
@@ -32,8 +33,10 @@ def prompt_of(line: dict[str, Any]) -> str:
     return prompt if isinstance(prompt, str) else f"{len(prompt)} token ids"
 
 
-def answer_of(record: dict[str, Any]) -> str:
-    """The text of an answer: reasoning and content of a chat, or the continuation of a prompt."""
+def answer_of(record: dict[str, Any] | None) -> str:
+    """The text of an answer: reasoning and content of a chat, or the continuation of a prompt; empty if none."""
+    if record is None:
+        return ""
     choice = record["response"]["body"]["choices"][0]
     if "text" in choice:
         return choice["text"]
@@ -69,7 +72,8 @@ def main() -> int:
     answered = [record for record in records if not record["error"]]
     by_id = {record["custom_id"]: record for record in answered}
     print("Some of the answers (from a demo checkpoint: random weights, so random text):")
-    for line in [line for line in lines if line["custom_id"] in by_id][:NUM_EXAMPLES]:
+    long_enough = [line for line in lines if len(answer_of(by_id.get(line["custom_id"]))) >= LONG_ANSWER]
+    for line in long_enough[:NUM_EXAMPLES]:
         print(f"    {line['custom_id']}: {shorten(prompt_of(line))}")
         print(f"        -> {shorten(answer_of(by_id[line['custom_id']]))}")
 

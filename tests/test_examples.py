@@ -120,7 +120,7 @@ ANSWER = {
     "error": None,
     "response": {
         "body": {
-            "choices": [{"text": "Four. \n Yes", "finish_reason": "stop"}],
+            "choices": [{"text": "Four. \n" + "Yes, " * 10, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 3, "completion_tokens": 2},
         }
     },
@@ -149,7 +149,7 @@ def test_summary_of_a_good_and_a_bad_output(tmp_path: pathlib.Path, monkeypatch,
     monkeypatch.setattr("sys.argv", ["summarise_answers.py", f"--input={source}", f"--output={output}"])
     assert summarise_answers.main() == 0
     printed = capsys.readouterr().out.splitlines()
-    assert "        -> Four. Yes" in printed
+    assert "        -> Four." + 10 * " Yes," in printed
     assert printed[-2:] == [
         "1 of 1 lines answered (1 stop); 3 prompt tokens, 2 output tokens",
         f"Answers: {output}",
