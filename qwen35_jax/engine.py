@@ -25,7 +25,7 @@ import numpy as np
 from qwen35_jax.config import EngineConfig
 from qwen35_jax.packing import LiveRequest, decode_values, prefill_values, variant_of
 from qwen35_jax.prefill_device import Flight, PrefillDevice
-from qwen35_jax.programs import CompileCounter, ProgramSet, fetch, init_device_state
+from qwen35_jax.programs import CompileCounter, ProgramSet, fetch, free_device_state, init_device_state
 from qwen35_jax.sampling import request_key, row_words
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.steps import DeviceState, ProgramKey, ProgramKind, ResultRows
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 FinishReason = Literal["stop", "length", "abort", "error"]
 DEFAULT_MAX_TOKENS = 4096
 _TRACE_RECORDS = 200_000  # steps remembered: a night's job must not grow with its length
-_MAX_FAILURES = 3  # dispatches in a row that may fail before the engine gives up
+_MAX_FAILURES = 3  # failed dispatches, with no request ended well between them, that make the engine give up
 
 
 class EngineError(RuntimeError):
@@ -192,7 +192,7 @@ class Engine:
         """Queue a request.
 
         Args:
-            request_id: unique among the live requests.
+            request_id: unique among the requests whose last output has not been handed out.
             prompt_token_ids: at least one id of the real vocabulary.
             params: options; ``max_tokens`` None takes min(4096, room left).
             rng_id: stable identity that the random bits derive from, beside the seed.
@@ -201,7 +201,7 @@ class Engine:
         Raises:
             RequestRejected: empty prompt, ids outside the vocabulary, or a request that can never fit.
         """
-        if request_id in self._live:
+        if request_id in self._live or request_id in self._outputs:
             raise RequestRejected(f"request id {request_id!r} is in use")
         prompt = np.asarray(prompt_token_ids, np.int64)
         if prompt.size == 0:
@@ -242,7 +242,7 @@ class Engine:
             self._outputs.pop(request_id, None)
 
     def close(self) -> None:
-        """Abort everything, wait for what is under way, and give the pools back."""
+        """Abort everything, wait for what is under way, and give pools and weights back; nothing runs after this."""
         for request_id in list(self._live):
             self.abort(request_id)
         self._outputs.clear()
@@ -254,8 +254,9 @@ class Engine:
                 self._wait_quietly(flight.results)
                 self._scheduler.chunk_failed(flight.handle)
             self._prefill_device.close()
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()
+            self._prefill_device = None
+        free_device_state(self._state)
+        del self._programs  # they hold the weights, which another engine of this process may want the room of
         if self._compiles is not None:
             self._compiles.close()
 
@@ -341,7 +342,6 @@ class Engine:
                 except jax.errors.JaxRuntimeError as error:
                     self._fail_running(error, ticket.plan.kind)
                     return
-                self._failures = 0
                 for live, indices in owners:
                     self._commit(live, rows, indices)
             self.trace.record(ticket.plan, ticket.started, time.perf_counter(), dropped)
@@ -371,6 +371,8 @@ class Engine:
                 self._finish(live, "stop", stop_reason=token)
             elif live.generated >= live.max_tokens:
                 self._finish(live, "length")
+            if live.finished:
+                self._failures = 0  # results that arrive are no proof: another program may fail every time
 
     # --- endings --------------------------------------------------------------------------------------------------
 
@@ -416,15 +418,22 @@ class Engine:
     def _fail_running(self, error: Exception, what: str) -> None:
         """A dispatch failed: its donated pools are gone, so what ran in them fails; queued requests go on."""
         self._pending.clear()
-        self._failures += 1
         running = [live for live in self._live.values() if live.on_device]
         names = ", ".join(live.request_id for live in running[:8]) + (" ..." if len(running) > 8 else "")
         log.error("dispatch of %s failed with %d requests in flight (%s): %s", what, len(running), names, error)
-        if self._failures >= _MAX_FAILURES:
-            raise EngineError(f"{self._failures} dispatches in a row failed; the last: {error}") from error
+        self._count_failure(error)
+        free_device_state(self._state)  # not donated if the dispatch never began; there is no room for both
         self._state = init_device_state(self._programs.shapes, self._programs.device)
         for live in running:
             self._finish(live, "error", error=f"the device failed while this request ran ({what}): {error}")
+
+    def _count_failure(self, error: Exception) -> None:
+        """Give up when nothing works any more: the rows of a job must not all end with the device's error."""
+        self._failures += 1
+        if self._failures >= _MAX_FAILURES:
+            raise EngineError(
+                f"{self._failures} dispatches in a row failed, and no request ended in between; the last: {error}"
+            ) from error
 
     # --- chunks on the prefill device -----------------------------------------------------------------------------
 
@@ -446,6 +455,8 @@ class Engine:
             flight = device.flights.popleft()
             try:
                 rows = ResultRows.unpack(fetch(flight.results))
+                for transfer in flight.transfers.values():
+                    transfer.data.block_until_ready()  # merged unseen, a failed one would take the main pools with it
             except jax.errors.JaxRuntimeError as error:
                 device.reset(flight)
                 self._chunk_failed(flight.handle, error)
@@ -466,8 +477,11 @@ class Engine:
                 continue  # its first token ended it: there is nothing to decode
             transfer = flight.transfers[chunk.request_id]
             pages = chunk.pages[: transfer.num_pages]
-            self._state = self._programs.merge(self._state, transfer.width, transfer.data, chunk.slot, pages)
             live.on_device = True
+            try:
+                self._state = self._programs.merge(self._state, transfer.width, transfer.data, chunk.slot, pages)
+            except jax.errors.JaxRuntimeError as error:
+                self._fail_running(error, f"merge of a prompt of {transfer.num_pages} pages")
         self.trace.complete([chunk for _, chunk, _ in wanted], flight.started, time.perf_counter())
 
     def _chunk_failed(self, handle: int, error: Exception) -> None:
@@ -482,6 +496,7 @@ class Engine:
             output = self._output(live)
             output.finished, output.finish_reason = True, "error"
             output.error = f"the prefill device failed while this prompt was processed: {error}"
+        self._count_failure(error)
 
 
 def _token_logprob(rows: ResultRows, index: int, number: int) -> TokenLogprob:

@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from qwen35_jax.cache import pages_for
 from qwen35_jax.packing import LiveRequest, prefill_values, variant_of
-from qwen35_jax.programs import ProgramSet, init_device_state
+from qwen35_jax.programs import ProgramSet, free_device_state, init_device_state
 from qwen35_jax.steps import DeviceState, ProgramKey
 from schedulers import Bucket, Chunk
 
@@ -118,11 +118,11 @@ class PrefillDevice:
             self._renew()
 
     def _renew(self) -> None:
+        free_device_state(self._state)
         self._state = init_device_state(self.programs.shapes, self.programs.device)
         self._epoch += 1
 
     def close(self) -> None:
         """Give the staging pool back."""
         self.flights.clear()
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()
+        free_device_state(self._state)

@@ -32,6 +32,12 @@ def init_device_state(shapes: DeviceState, device: jax.Device) -> DeviceState:
     return DeviceState(cache, sampler, last_token)
 
 
+def free_device_state(state: DeviceState) -> None:
+    """Give a device's pools and records back, as far as a dispatch has not taken them already."""
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+
+
 class ProgramSet:
     """All programs of one device, compiled ahead.
 

@@ -1,16 +1,22 @@
 """The engine on a tiny fp32 model: a request's answer is the same in any company, bucket and overlap mode."""
 
+import copy
 import dataclasses
+import gc
+import weakref
 
 import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
+from qwen35_jax import engine as engine_module
+from qwen35_jax import prefill_device
 from qwen35_jax.cache import tree_bytes
 from qwen35_jax.engine import EngineError
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.loading import create_engine
+from qwen35_jax.programs import init_device_state
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.steps import ProgramKey
 from schedulers import RequestRejected
@@ -240,6 +246,118 @@ def test_a_device_that_keeps_failing_ends_the_engine(jobs):
     finally:
         engine.programs.__dict__.pop("run")
     engine.close()
+
+
+class LostArray:
+    """A result that the device never delivers: reading it raises, as an asynchronous failure does."""
+
+    def copy_to_host_async(self):
+        pass
+
+    def is_ready(self):
+        return True
+
+    def block_until_ready(self):
+        raise JaxRuntimeError("INTERNAL: injected failure")
+
+    def __array__(self, *_args, **_kwargs):
+        raise JaxRuntimeError("INTERNAL: injected failure")
+
+
+def test_a_program_that_always_fails_ends_the_engine_though_others_succeed(jobs, monkeypatch):
+    engine = kit("off").engine(max_num_seqs=2)
+    real = engine.programs.run
+
+    def run_without_decode(key, state, fields):
+        state, results = real(key, state, fields)
+        return state, LostArray() if key.kind == "decode" else results
+
+    monkeypatch.setattr(engine.programs, "run", run_without_decode)
+    submit_all(engine, [job for job in jobs if job.params.max_tokens > 1])
+    with pytest.raises(EngineError, match="3 dispatches in a row"):
+        drain(engine)
+    engine.close()
+
+
+def test_a_prefill_device_that_keeps_failing_ends_the_engine(jobs, monkeypatch):
+    engine = kit("device").engine(max_num_seqs=1)
+
+    def broken(*_):
+        raise JaxRuntimeError("INTERNAL: injected failure")
+
+    monkeypatch.setattr(engine.prefill_device.programs, "run", broken)
+    submit_all(engine, jobs)
+    with pytest.raises(EngineError, match="3 dispatches in a row"):
+        drain(engine)
+    engine.close()
+
+
+def test_pools_are_given_back_before_they_are_made_anew(jobs, monkeypatch):
+    """Two pairs of pools would not fit into a device whose memory the plan has given out."""
+    for mode, module in (("off", engine_module), ("device", prefill_device)):
+        engine = kit(mode).engine()
+        owner = engine if mode == "off" else engine.prefill_device
+        made = []
+
+        def make(shapes, device, owner=owner, made=made):
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(owner._state))
+            made.append(device)
+            return init_device_state(shapes, device)
+
+        monkeypatch.setattr(module, "init_device_state", make)
+        undo = fail_once(owner.programs, 2)
+        try:
+            submit_all(engine, jobs)
+            drain(engine)
+        finally:
+            undo()
+        assert len(made) == 1
+        engine.close()
+
+
+def test_a_prompt_lost_on_its_way_fails_alone(jobs):
+    long = [dataclasses.replace(job, params=dataclasses.replace(GREEDY, max_tokens=30)) for job in jobs[:4]]
+    expected = run(kit("off").engine(), long)
+    engine = kit("device").engine(max_num_batched_tokens=64)  # r3 fills a launch of its own
+    submit_all(engine, long)
+    lost = []
+
+    def lose(_):
+        for flight in engine.prefill_device.flights:
+            if "r3" in flight.transfers and not lost:
+                flight.transfers["r3"] = dataclasses.replace(flight.transfers["r3"], data=LostArray())
+                lost.append(flight)
+
+    results = drain(engine, after_step=lose)
+    engine.close()
+    assert lost and results.pop("r3").ending[0] == "error"
+    assert_same(results, {name: expected[name] for name in results})
+
+
+def test_an_id_is_in_use_until_its_last_output_is_handed_out(jobs):
+    engine = kit("off").engine(overlap_dispatch=False)
+    job = dataclasses.replace(jobs[0], params=GREEDY)
+    submit_all(engine, [job])
+    engine.abort("r0")
+    with pytest.raises(RequestRejected, match="in use"):
+        submit_all(engine, [job])
+    assert drain(engine)["r0"].ending[0] == "abort"
+    submit_all(engine, [job])
+    assert len(drain(engine)["r0"].tokens) == 8
+    engine.close()
+
+
+def test_a_closed_engine_keeps_no_weights(jobs):
+    own = copy.copy(kit("device"))
+    own.programs, own.other = copy.copy(own.programs), copy.copy(own.other)
+    held = [weakref.ref(own.programs), weakref.ref(own.other)]
+    engine = own.engine()
+    del own
+    submit_all(engine, jobs[:3])
+    drain(engine)
+    engine.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
 
 
 @pytest.mark.parametrize("when", (1, 3))
