@@ -44,6 +44,8 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
         ) from error
     except RecursionError as error:
         raise UserInputError(f"{path} is not valid JSON: nested too deeply") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise UserInputError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserInputError(f"{path} must hold a JSON object, found {type(value).__name__}")
     return value

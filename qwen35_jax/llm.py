@@ -16,7 +16,15 @@ from qwen35_jax.driver import Driver, EngineLike
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.outputs import GenerationError, RequestError, RequestOutput
 from qwen35_jax.progress import Progress, ProgressFn
-from qwen35_jax.requests import GenerationRequest, Message, Prompt, RequestPreparer, failed_output, is_token_ids
+from qwen35_jax.requests import (
+    GenerationRequest,
+    Message,
+    Prompt,
+    RequestPreparer,
+    aborted_output,
+    failed_output,
+    is_token_ids,
+)
 from qwen35_jax.sampling_params import SamplingParams, SamplingParamsError
 
 if TYPE_CHECKING:
@@ -112,7 +120,7 @@ class LLM:
         """
         if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts):
             prompts = [prompts]  # type: ignore[list-item]
-        if not isinstance(prompts, Iterable):
+        if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
             raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
         return self._run_all(list(prompts), self.prepare_prompt, sampling_params, use_tqdm, raise_on_error, request_ids)
 
@@ -209,9 +217,10 @@ class LLM:
         return self._driver.num_started
 
     def close(self) -> None:
-        """Release the device. Closing twice is harmless."""
+        """Release the device. Closing twice is harmless; a :meth:`stream` that still runs ends without more outputs."""
         if not self._closed:
             self._closed = True
+            self._driver.cancel()
             self.engine.close()
 
     def __enter__(self) -> Self:
@@ -287,7 +296,8 @@ class LLM:
         finally:
             if bar is not None:
                 bar.close()
-        return [found[name] for name in names]
+        # drain() and cancel() leave requests without an output; here every prompt gets one.
+        return [found.get(name) or aborted_output(name, item) for name, item in zip(names, items, strict=True)]
 
     def _params_for(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int

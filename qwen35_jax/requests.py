@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qwen35_jax.outputs import RequestError, RequestOutput
+from qwen35_jax.outputs import CompletionOutput, RequestError, RequestOutput
 from qwen35_jax.sampling_params import SamplingParams, SamplingParamsError
 
 if TYPE_CHECKING:
@@ -91,11 +91,10 @@ class RequestPreparer:
         if self._tokenizer is None:
             message = "chats need a tokenizer (skip_tokenizer_init is set)"
             raise RequestError("invalid_prompt", message, param="messages")
+        switches = _template_switches(chat_template_kwargs)
         try:
             text = self._tokenizer.render_chat(
-                [dict(message) for message in messages],
-                tools=None if tools is None else list(tools),
-                **(chat_template_kwargs or {}),
+                [dict(message) for message in messages], tools=None if tools is None else list(tools), **switches
             )
         except Exception as error:  # whatever a template does with a conversation is that conversation's problem
             raise RequestError("template_error", str(error), param="messages") from error
@@ -196,10 +195,29 @@ def check_messages(messages: Any) -> None:
             require(good, f"{place}[{number}]", f'must be {{"type": "text", "text": str}}, got {found}')
 
 
+def _template_switches(given: Any) -> dict[str, Any]:
+    """Switches of the template; what the conversation itself says cannot be among them."""
+    switches = {} if given is None else given
+    if not isinstance(switches, Mapping) or not all(isinstance(name, str) for name in switches):
+        message = f"chat_template_kwargs must be an object, got {brief(given)}"
+        raise RequestError("invalid_value", message, param="chat_template_kwargs")
+    for name in ("self", "messages", "tools"):
+        if name in switches:
+            message = f"chat_template_kwargs: {name!r} cannot be set"
+            raise RequestError("invalid_value", message, param="chat_template_kwargs")
+    return dict(switches)
+
+
 def failed_output(request_id: str, error: RequestError, prompt: Any = None) -> RequestOutput:
     """The output of a request that could not be prepared."""
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput.failed(request_id, str(error), code=error.code, param=error.param, prompt=text)
+
+
+def aborted_output(request_id: str, prompt: Any = None) -> RequestOutput:
+    """The output of a request that was given up before it had one."""
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(request_id, prompt=text, outputs=[CompletionOutput(finish_reason="abort")])
 
 
 def is_token_ids(value: Any, *, allow_empty: bool = False) -> bool:

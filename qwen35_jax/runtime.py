@@ -7,6 +7,8 @@ import os
 
 import jax
 
+from qwen35_jax.errors import UserInputError
+
 log = logging.getLogger(__name__)
 
 _GPU_RESERVE = 0.02  # share of the allocator's arena left for fragmentation
@@ -17,10 +19,18 @@ def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) ->
     """Set up the backend: allocator arena and persistent compilation cache.
 
     The arena's size can only be set before the backend starts; a process that already uses a GPU keeps its own.
+
+    Raises:
+        UserInputError: the cache cannot be where it should.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
     if compilation_cache_dir:
-        os.makedirs(compilation_cache_dir, exist_ok=True)
+        try:
+            os.makedirs(compilation_cache_dir, exist_ok=True)
+        except OSError as error:
+            raise UserInputError(
+                f"compilation_cache_dir {compilation_cache_dir!r} cannot be a directory: {error.strerror}"
+            ) from error
         jax.config.update("jax_compilation_cache_dir", compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -180,7 +180,9 @@ def _parse_header(path: pathlib.Path, header: bytes) -> list[TensorEntry]:
 
     try:
         values = json.loads(header.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except UserInputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserInputError(f"{path} is not a safetensors file: its header is not JSON") from error
     if not isinstance(values, dict):
         raise UserInputError(f"{path} is not a safetensors file: its header is not an object")
@@ -197,6 +199,8 @@ def _parse_header(path: pathlib.Path, header: bytes) -> list[TensorEntry]:
 def _parse_entry(path: pathlib.Path, name: str, value: Any) -> TensorEntry:
     """Raises KeyError, TypeError or ValueError for an entry that is not what the format says."""
     dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if not all(type(number) is int for number in (*shape, begin, end)):
+        raise ValueError("sizes are not integers")
     size_fits = (end - begin) * 8 == math.prod(shape) * _BITS[dtype]
     if not (size_fits and 0 <= begin <= end and all(dim >= 0 for dim in shape)):
         raise ValueError("sizes do not fit")

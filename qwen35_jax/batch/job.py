@@ -205,15 +205,17 @@ class BatchJob:
                 continue
             rows += 1
             key, duplicate = book.key(custom_id, line.number)
-            keys = {key}
+            own = pack_key(key)
+            keys = {own}
             if custom_id is not None and not duplicate:
-                keys.add(row_key(None, line.number))  # what it had while its line could not be read
-            for packed in map(pack_key, sorted(keys)):
+                # What it had while its line could not be read, or while an earlier line had its custom_id.
+                keys.add(pack_key(row_key(None, line.number)))
+            for packed in sorted(keys):
                 found = state.done.get(packed)
                 if found is None:
                     continue
                 matched += 1
-                if found.digest != line_digest(line.raw):
+                if packed != own or found.digest != line_digest(line.raw):
                     changed.add(packed)
                     first = first or _row_name(custom_id, line.number)
         hint = "choose another output, or start again with --overwrite"

@@ -97,19 +97,20 @@ def read_output(path: str) -> OutputState:
     """
     state = OutputState()
     broken = None  # the first line that is no record
+    refusal = "is not a record of a job; choose another output, or start again with --overwrite"
     try:
         with open(path, "rb") as file:
             for number, raw in enumerate(file, start=1):
                 record = _read_record(raw)
                 if record is None:
+                    # A crash tears a line; it makes no other JSON object and no file of several lines without a record.
+                    if _is_object(raw) or (broken is not None and state.end == 0):
+                        raise UserInputError(f"cannot resume: line {broken or number} of {path} {refusal}")
                     broken = broken or number
                     state.torn += len(raw)
                     continue
                 if broken is not None:
-                    raise UserInputError(
-                        f"cannot resume: line {broken} of {path} is not a record of a job; choose another output, or "
-                        f"start again with --overwrite"
-                    )
+                    raise UserInputError(f"cannot resume: line {broken} of {path} {refusal}")
                 state.end += len(raw)
                 failed = record["error"] is not None
                 state.failed += failed
@@ -119,12 +120,22 @@ def read_output(path: str) -> OutputState:
     return state
 
 
+def _is_object(raw: bytes) -> bool:
+    """Whether a line is a whole JSON object."""
+    if not raw.endswith(b"\n"):
+        return False
+    try:
+        return isinstance(json.loads(raw), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _read_record(raw: bytes) -> dict[str, Any] | None:
     if not raw.endswith(b"\n"):
         return None
     try:
         record = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not {"custom_id", "response", "error"} <= record.keys():
         return None
@@ -148,11 +159,18 @@ def check_output(path: str, *, overwrite: bool, inputs: Iterable[str] = ()) -> N
     parent = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(parent):
         raise UserInputError(f"output {path}: the directory {parent} does not exist")
+    if path.endswith(os.sep):
+        raise UserInputError(f"output {path} is the name of a directory")
+    manifest = manifest_path(path)
+    try:
+        os.lstat(f"{manifest}.tmp")  # the longest of the names
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise UserInputError(f"output {path} cannot be written: {error.strerror}") from error
     for other in inputs:
-        for place in (path, manifest_path(path)):
+        for place in (path, manifest, f"{os.path.realpath(path)}.tmp", f"{manifest}.tmp"):
             if same_file(place, other):
                 raise UserInputError(f"{place} would be written, but is the same file as {other}")
-    manifest = manifest_path(path)
     if os.path.lexists(path):
         if not os.path.exists(path):
             raise UserInputError(f"output {path} is a symbolic link to a file that does not exist")
@@ -191,8 +209,8 @@ class Journal:
         clock: seconds, for tests.
 
     Raises:
-        UserInputError: another job is writing to the file.
-        OSError: the file cannot be written.
+        UserInputError: another job is writing to the file, or it cannot be opened.
+        OSError: it cannot be written to.
     """
 
     def __init__(
@@ -209,9 +227,14 @@ class Journal:
         self._fsync_seconds = fsync_seconds
         self._clock = clock
         self._synced = clock()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UserInputError(f"output {path} cannot be written: {error.strerror or error}") from error
         try:
             _lock(self._file, path)
+            if not _is_open_at(self._file, path):
+                raise UserInputError(f"output {path} was replaced while the job was starting")
             if keep is not None and os.fstat(self._file).st_size != keep.end + keep.torn:
                 raise UserInputError(f"output {path} was changed while the job was starting")
             os.ftruncate(self._file, keep.end if keep else 0)
@@ -252,8 +275,8 @@ class Journal:
 
     def _take_out(self, drop: frozenset[bytes]) -> None:
         """Rewrite the file without some records: into a file beside it, which then takes its name."""
-        temporary = f"{self.path}.tmp"
         target = os.path.realpath(self.path)  # a symbolic link stays one
+        temporary = f"{target}.tmp"
         with open(self.path, "rb") as old, open(temporary, "wb") as new:
             for raw in old:
                 record = _read_record(raw)
@@ -281,6 +304,13 @@ def probe_lock(path: str) -> None:
             _lock(file, path)
         finally:
             os.close(file)
+
+
+def _is_open_at(file: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: int, path: str) -> None:

@@ -30,7 +30,10 @@ _ANSWER_OPTIONS = (
     "seed",
     "skip_tokenizer_init",
 )
-_NOT_MODEL_SUFFIXES = (".md", ".lock", ".log", ".png", ".jpg", ".jpeg", ".py", ".pdf")
+# What a model is made of; other files may come and go, those of a job in the same directory among them.
+_MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".txt", ".model")
+_MODEL_FOLDERS = ("params", "additional_chat_templates")
+_JOB_SUFFIX = ".manifest.json"
 _SAMPLES = 16  # blocks read of each file
 _BLOCK = 4096
 
@@ -103,7 +106,11 @@ class Manifest:
                 raise ValueError("not an object")
             if content.pop("format", None) != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            return cls(**content)
+            manifest = cls(**content)
+            for name in ("model_files", "options", "sampling", "chat_template_kwargs"):
+                if not isinstance(getattr(manifest, name), dict):
+                    raise ValueError(f"{name} is not an object")
+            return manifest
         except (OSError, ValueError, TypeError) as error:
             raise UserInputError(f"cannot resume: {path} is not a job's manifest: {error}") from error
 
@@ -130,7 +137,7 @@ class Manifest:
 
 
 def model_digests(model: str) -> dict[str, str]:
-    """A digest of every file of a model directory, by relative path.
+    """A digest of every file that belongs to the model in a directory, by relative path.
 
     Small files are read whole. Of large ones the size and sixteen blocks spread over the file are taken, which tells
     any two trainings apart without reading gigabytes.
@@ -146,13 +153,13 @@ def model_digests(model: str) -> dict[str, str]:
 
 
 def _model_files(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    for directory, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if not name.startswith(".") and not name.lower().endswith(_NOT_MODEL_SUFFIXES):
-                path = pathlib.Path(directory, name)
-                if path.is_file():
-                    yield path
+    for path in root.iterdir():
+        named_so = path.suffix.lower() in _MODEL_SUFFIXES and not path.name.endswith(_JOB_SUFFIX)
+        if named_so and not path.name.startswith(".") and path.is_file():
+            yield path
+    for folder in _MODEL_FOLDERS:
+        for directory, _, names in os.walk(root / folder):
+            yield from (path for name in names if (path := pathlib.Path(directory, name)).is_file())
 
 
 def _file_digest(path: pathlib.Path) -> str:

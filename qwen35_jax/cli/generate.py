@@ -126,6 +126,7 @@ def _run(argv: Sequence[str], make_llm: Callable[..., LLM] | None) -> int:
             try:
                 summary = job.run(llm, progress)
             except UserInputError:
+                traced = ()
                 raise
             except Exception as error:  # whatever broke the run: say so, and how to go on
                 traceback.print_exc()
@@ -134,7 +135,7 @@ def _run(argv: Sequence[str], make_llm: Callable[..., LLM] | None) -> int:
                 return EXIT_FAILED
             finally:
                 if traced:
-                    _write_trace(line.trace_output, llm.engine)
+                    _write_trace(line.trace_output, llm.engine, progress)
     print(summary.describe())
     if summary.interrupted is None:
         return 0
@@ -166,11 +167,14 @@ def _check_trace(path: str, input_path: str) -> None:
         raise UserInputError(f"--trace_output {path} is a directory")
 
 
-def _write_trace(path: str, engine: Any) -> None:
+def _write_trace(path: str, engine: Any, progress: Any) -> None:
     records = getattr(getattr(engine, "trace", None), "records", ())
-    with open(path, "w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+    except OSError as error:  # the answers are there: a job does not fail for its trace
+        progress.message(f"warning: --trace_output {path} cannot be written: {error.strerror or error}")
 
 
 if __name__ == "__main__":

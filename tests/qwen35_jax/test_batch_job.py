@@ -281,6 +281,21 @@ def test_a_line_that_is_repaired_replaces_its_error(files):
     assert files.texts() == {"r0": "text 0", "r1": "text 1", "r2": "text 2"}
 
 
+def test_a_repeated_custom_id_that_becomes_the_only_one(files):
+    lines = [{"custom_id": "a", "prompt": "first"}, {"custom_id": "a", "prompt": "second"}]
+    files.put(*lines)
+    assert files.run().errors == {"duplicate_custom_id": 1}
+    lines[0]["custom_id"] = "b"
+    files.put(*lines)
+    with pytest.raises(UserInputError, match=r"2 rows .* have changed"):
+        files.job()
+    summary = files.run(rerun_changed=True)
+    assert (summary.answered, summary.failed, summary.resumed) == (2, 0, 0)
+    assert files.texts() == {"a": "second", "b": "first"}
+    with files.job() as job:
+        assert job.finished
+
+
 def test_failed_rows_run_again_when_asked(files):
     files.put(*rows(2), {"custom_id": "b", "prompt": "x" * 60})
     files.run(make_llm(max_model_len=50))

@@ -1,9 +1,11 @@
 import json
 import os
+import shutil
 
 import pytest
 
 from qwen35_jax import EngineConfig, SamplingParams, UserInputError
+from qwen35_jax.batch import journal as journals
 from qwen35_jax.batch import manifest as manifests
 from qwen35_jax.batch.journal import (
     Journal,
@@ -92,6 +94,15 @@ def test_a_broken_line_in_the_middle_is_not_repaired(out):
         read_output(out)
 
 
+@pytest.mark.parametrize("content", [b'{"answer": 1}\n', b"one\ntwo\n"])
+def test_a_file_of_other_lines_is_not_taken_for_torn(out, content):
+    write(out)
+    with open(out, "wb") as file:  # somebody worked on the output in place; its manifest is still there
+        file.write(content)
+    with pytest.raises(UserInputError, match="line 1 of .*out.jsonl is not a record"):
+        read_output(out)
+
+
 def test_keys_of_records_and_rows_agree(out):
     write(
         out, record("a", 1), record("a", 2, error="duplicate_custom_id"), record(7, 3), record("7", 4), record(None, 5)
@@ -124,6 +135,40 @@ def test_an_output_that_grew_meanwhile_is_left_alone(out):
     with pytest.raises(UserInputError, match="was changed"):
         write(out, keep=OutputState())
     assert len(list(iter_records(out))) == 1
+
+
+def test_an_output_that_was_replaced_meanwhile_is_left_alone(out, monkeypatch):
+    write(out, record("a", 1))
+    state = read_output(out)
+    locked = journals._lock
+
+    def lock_late(file, path):  # between opening and locking, another job has rewritten the file
+        shutil.copyfile(path, f"{path}.new")
+        os.replace(f"{path}.new", path)
+        locked(file, path)
+
+    monkeypatch.setattr(journals, "_lock", lock_late)
+    with pytest.raises(UserInputError, match="was replaced"):
+        write(out, record("b", 2), keep=state)
+
+
+def test_an_output_that_cannot_be_made_is_named(out):
+    with pytest.raises(UserInputError, match="out.jsonl cannot be written: Not a directory"):
+        Journal(f"{__file__}/out.jsonl", MANIFEST)
+
+
+def test_records_are_taken_out_of_a_file_behind_a_link(out, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target = tmp_path / "elsewhere" / "target.jsonl"
+    target.touch()
+    os.symlink(target, out)
+    write(out, record("a", 1), record("b", 2, error="x"))
+    opened, real = [], open
+    with pytest.MonkeyPatch.context() as patch:  # the new file must lie beside the old one: on the same file system
+        patch.setattr("builtins.open", lambda path, *args, **kw: opened.append(str(path)) or real(path, *args, **kw))
+        write(out, keep=read_output(out), drop=frozenset([pack_key('id:"b"')]))
+    assert f"{target}.tmp" in opened and f"{out}.tmp" not in opened
+    assert os.path.islink(out) and [item["custom_id"] for item in iter_records(out)] == ["a"]
 
 
 def test_one_job_at_a_time(out):
@@ -160,8 +205,9 @@ def test_the_output_must_not_be_the_input(tmp_path, out):
     for name in ("in.jsonl", "soft", "hard", "folder/in.jsonl", "../" + tmp_path.name + "/in.jsonl"):
         with pytest.raises(UserInputError, match="same file"):
             check_output(str(tmp_path / name), overwrite=True, inputs=[str(source)])
-    with pytest.raises(UserInputError, match="same file"):
-        check_output(out, overwrite=True, inputs=[manifest_path(out)])
+    for taken in (manifest_path(out), f"{manifest_path(out)}.tmp", f"{out}.tmp"):
+        with pytest.raises(UserInputError, match="same file"):
+            check_output(out, overwrite=True, inputs=[taken])
 
 
 def test_files_of_others_are_not_touched(tmp_path, out):
@@ -172,6 +218,10 @@ def test_files_of_others_are_not_touched(tmp_path, out):
     check_output(out, overwrite=True)
     with pytest.raises(UserInputError, match="not a regular file"):
         check_output(str(tmp_path), overwrite=True)
+    with pytest.raises(UserInputError, match="new/ is the name of a directory"):
+        check_output(str(tmp_path / "new") + "/", overwrite=True)
+    with pytest.raises(UserInputError, match="aaa cannot be written: File name too long"):
+        check_output(str(tmp_path / ("a" * 245)), overwrite=True)  # 245 fits, but not with .manifest.json
     with pytest.raises(UserInputError, match=r"directory .*nowhere does not exist"):
         check_output(str(tmp_path / "nowhere" / "out.jsonl"), overwrite=False)
     os.symlink(tmp_path / "gone", tmp_path / "dangling")
@@ -224,8 +274,13 @@ def test_large_files_are_told_apart_without_reading_them(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("x")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "HEAD").write_text("x")
+    (tmp_path / "cache").mkdir()
+    for own in ("in.jsonl", "out.jsonl", "out.jsonl.manifest.json", "trace.jsonl", "cache/program"):
+        (tmp_path / own).write_text("x")  # a job that works in the model's directory does not change the model
+    (tmp_path / "params" / "0000").mkdir(parents=True)
+    (tmp_path / "params" / "0000" / "data").write_text("x")
     before = model_digests(str(tmp_path))
-    assert list(before) == ["model.safetensors"]
+    assert list(before) == ["model.safetensors", "params/0000/data"]
     (tmp_path / "model.safetensors").write_bytes(os.urandom(1 << 20))
     assert model_digests(str(tmp_path)) != before
     (tmp_path / "model.safetensors").write_bytes(data)
@@ -233,7 +288,11 @@ def test_large_files_are_told_apart_without_reading_them(tmp_path, monkeypatch):
     assert manifests._SAMPLES * manifests._BLOCK < (1 << 20) / 4
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 99}', '{"format": 1, "x": 2}'])
+BROKEN_MANIFESTS = ["", "{", "[]", "{}", '{"format": 1}', '{"format": 99}', '{"format": 1, "x": 2}']
+BROKEN_MANIFESTS += ['{"format": 1, "model_files": [], "options": {}, "sampling": {}, "chat_template_kwargs": {}}']
+
+
+@pytest.mark.parametrize("content", BROKEN_MANIFESTS)
 def test_a_broken_manifest_is_named(tmp_path, content):
     (tmp_path / "m.json").write_text(content)
     with pytest.raises(UserInputError, match=r"m.json is not a job's manifest"):

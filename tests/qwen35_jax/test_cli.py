@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from qwen35_jax import EngineConfig, SamplingParams
+from qwen35_jax import EngineConfig, SamplingParams, UserInputError
 from qwen35_jax.cli import generate
 from qwen35_jax.cli.common import ENGINE_HELP, SAMPLING_HELP
 from tests.oracle import tiny
@@ -221,6 +221,8 @@ WRONG = [
     (linked_output, ["--overwrite"], "same file"),
     (soft_output, ["--overwrite"], "same file"),
     (nothing, ["--output=model"], "not a regular file"),
+    (nothing, ["--output=new/"], "name of a directory"),
+    (nothing, [f"--output={'x' * 250}"], "too long"),
     (nothing, ["--output=nowhere/out.jsonl"], "nowhere"),
     (foreign_output, [], "not written by this command"),
     (nothing, ["--trace_output=out.jsonl"], "same file"),
@@ -319,3 +321,28 @@ def test_a_trace_of_every_step(folder, run):
     run.engine.trace = Trace()
     assert run("--trace_output=trace.jsonl") == 0
     assert records("trace.jsonl") == [{"kind": "prefill"}, {"kind": "decode"}]
+
+
+def test_a_trace_that_cannot_be_written_does_not_fail_the_job(folder, run):
+    run.engine = FakeEngine(on_step=lambda engine: engine.steps == 2 and os.mkdir("trace.jsonl"))
+    assert run("--trace_output=trace.jsonl") == 0
+    assert "warning: --trace_output trace.jsonl cannot be written: Is a directory" in run.err
+    assert len(records()) == 6
+
+
+def test_a_job_that_is_refused_late_writes_no_trace(folder, run, monkeypatch):
+    def refuse(*args, **options):
+        raise UserInputError("another job is writing")
+
+    monkeypatch.setattr("qwen35_jax.batch.job.Journal", refuse)
+    assert run("--trace_output=trace.jsonl") == 2
+    assert sorted(os.listdir()) == ["in.jsonl", "model"]
+
+
+@pytest.mark.parametrize("place", ["in.jsonl", "in.jsonl/cache"])
+def test_a_cache_directory_that_cannot_be(folder, capsys, place):
+    flags = ["--model=model", "--input=in.jsonl", "--output=out.jsonl", f"--compilation_cache_dir={place}"]
+    assert generate.main(["qwen35-generate", *flags]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1 and err[0].startswith(f"error: compilation_cache_dir '{place}'")
+    assert sorted(os.listdir()) == ["in.jsonl", "model"]

@@ -51,7 +51,7 @@ def test_no_prompts_give_no_outputs():
     assert make_llm().generate([], SHORT) == []
 
 
-@pytest.mark.parametrize("prompts", [None, 7, 1.5])
+@pytest.mark.parametrize("prompts", [None, 7, 1.5, b"abc"])
 def test_something_that_is_no_prompt_at_all_is_a_type_error(prompts):
     with pytest.raises(TypeError, match="prompts must be"):
         make_llm().generate(prompts, SHORT)
@@ -359,6 +359,13 @@ def test_template_switches_and_tools_reach_the_template():
     assert output.prompt == "u:a\ntools=1\nstyle=short\na:"
 
 
+@pytest.mark.parametrize("switches", [{"tools": 1}, {"messages": []}, {"self": 1}, {1: 2}, ["style"]])
+def test_switches_that_are_none_of_the_template_are_refused_by_name(switches):
+    (output,) = make_llm().chat([user("a")], SHORT, use_tqdm=False, chat_template_kwargs=switches)
+    assert (output.error_code, output.error_param) == ("invalid_value", "chat_template_kwargs")
+    assert "chat_template_kwargs" in output.error and str(next(iter(switches))) in output.error
+
+
 def test_reasoning_is_split_where_the_prompt_opened_it():
     llm = make_llm(script=lambda prompt, params: [*b"hm\n</think>\n\nyes", EOS])
     (thinking,) = llm.chat([user("a")], SHORT, use_tqdm=False, chat_template_kwargs={"enable_thinking": True})
@@ -422,6 +429,23 @@ def test_closing():
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a", SHORT)
+
+
+def test_closing_ends_a_stream_that_runs():
+    llm = make_llm(max_num_seqs=1)
+    running = llm.stream(llm.prepare_prompt("abc", SHORT, str(index), index) for index in range(3))
+    assert next(running).request_id == "0"
+    llm.close()
+    assert list(running) == [] and llm.engine.closed and not llm.engine.has_work
+
+
+@pytest.mark.parametrize("how", ["drain", "cancel"])
+def test_every_prompt_has_an_output_even_where_requests_are_dropped(how):
+    engine = FakeEngine(max_num_seqs=1, on_step=lambda engine: engine.steps == 2 and getattr(llm, how)())
+    llm = make_llm(engine)
+    outputs = llm.generate(["abc", "def", "ghi"], use_tqdm=False)
+    assert [output.finish_reason for output in outputs] == ["stop" if how == "drain" else "abort", "abort", "abort"]
+    assert outputs[2].prompt == "ghi"
 
 
 def test_one_call_at_a_time():

@@ -419,6 +419,7 @@ def test_no_weights_at_all(tmp_path):
         {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [2], "data_offsets": [0]},
         {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
         {"dtype": "F32", "data_offsets": [0, 8]},
         [1],
     ],
