@@ -84,7 +84,14 @@ def workspace_bytes(config: ModelConfig, tokens: int, rows: int, dtype: jnp.dtyp
     """Estimate of the largest program's scratch: activations of one layer and the sampler's logits.
 
     The live set of a layer is the residual stream (twice), the widest fused projection and its split copy; the head
-    holds logits in fp32 together with the adjusted copy and the noise of the sampler.
+    holds logits in fp32 and five times as much in the sampler (measured on a CPU: adjusted and scaled copies, counts,
+    the lists of its top-k).
+
+    Args:
+        config: the model.
+        tokens: rows of the residual stream, prefill tokens and decode rows together.
+        rows: rows that the head and the sampler see.
+        dtype: activation dtype.
     """
     gdn, attention = config.gdn, config.attention
     widest = max(
@@ -95,7 +102,7 @@ def workspace_bytes(config: ModelConfig, tokens: int, rows: int, dtype: jnp.dtyp
     itemsize = jnp.dtype(dtype).itemsize
     layer = tokens * (2 * config.hidden_size + 2 * widest) * itemsize
     gdn_core = tokens * (gdn.conv_dim + gdn.value_dim) * 4  # fp32 q, k, v and output of the chunked rule
-    head = rows * config.vocab_size * 4 * 4
+    head = rows * config.vocab_size * 4 * 6
     return layer + gdn_core + head
 
 
@@ -166,15 +173,17 @@ def plan_memory(
     max_model_len: int,
     max_model_len_is_default: bool,
     max_num_batched_tokens: int,
-    prefill_requests: int,
+    sampled_rows: int,
     num_kv_pages: int | None = None,
     staging: int = 0,
 ) -> MemoryPlan:
     """Size the pools so that everything fits in ``limit`` bytes.
 
     A sequence costs one slot whatever its length and one page per 64 tokens. The pool is never larger than every
-    admitted sequence at full length could use. When memory is short the number of sequences is clamped first (each
-    is assumed to want about a thousand tokens); a default ``max_model_len`` gives way before an asked one fails.
+    admitted sequence at full length could use. When memory is short the number of sequences is clamped (each is
+    assumed to want about a thousand tokens). A default ``max_model_len`` gives way before that: to ``num_kv_pages``,
+    and so far that one sequence of full length takes no more than half of the room, or a job of short prompts would
+    run one at a time for the sake of a length that nobody asked for.
 
     Args:
         config: the model.
@@ -186,7 +195,7 @@ def plan_memory(
         max_model_len: asked longest prompt + output in tokens.
         max_model_len_is_default: whether ``max_model_len`` may be lowered without asking.
         max_num_batched_tokens: prefill tokens of the largest program.
-        prefill_requests: prefill requests of the largest program.
+        sampled_rows: rows that the head of the largest program sees.
         num_kv_pages: pages asked for by hand, null page not counted; None takes what fits.
         staging: bytes of the staging side when it shares this device.
 
@@ -194,8 +203,7 @@ def plan_memory(
         MemoryPlanError: weights and one sequence do not fit; the message has the numbers.
     """
     page, slot, record = page_bytes(config, dtype), slot_bytes(config, dtype, state_dtype), sampler_row_bytes(config)
-    rows = min(max_num_seqs, 256) + prefill_requests
-    workspace = workspace_bytes(config, max_num_batched_tokens + max_num_seqs, rows, dtype)
+    workspace = workspace_bytes(config, max_num_batched_tokens + max_num_seqs, sampled_rows, dtype)
     left = limit - weights - workspace - staging - page - slot - record  # null page, slot and record
     warnings = []
 
@@ -203,8 +211,15 @@ def plan_memory(
         return f"{value / 2**20:,.1f} MiB"
 
     full = pages_for(max_model_len)
-    if left < full * page + slot + record:
-        affordable = (left - slot - record) // page * PAGE_SIZE if left > slot + record else 0
+    room = left
+    if max_model_len_is_default and num_kv_pages is not None and num_kv_pages < full:
+        full = num_kv_pages
+        warnings.append(f"max_model_len lowered from {max_model_len} to {full * PAGE_SIZE}, what num_kv_pages holds")
+        max_model_len = full * PAGE_SIZE
+    elif max_model_len_is_default and num_kv_pages is None:
+        room = max(left // 2, min(left, page + slot + record))
+    if room < full * page + slot + record:
+        affordable = (room - slot - record) // page * PAGE_SIZE
         if affordable < PAGE_SIZE or not max_model_len_is_default:
             raise MemoryPlanError(
                 f"one sequence of max_model_len={max_model_len} tokens does not fit: it needs "

@@ -268,7 +268,7 @@ class EngineConfig:
         scheduler_policy: "off" or "auto" ("slo" and "throughput" are refused by name until built).
         decode_overlap: "off", "stream" or "device".
         decode_steps: decode steps per dispatch when nothing waits for prefill, 1 or 8.
-        num_kv_pages: pages of 64 tokens in the KV pool; None takes what the memory plan allows.
+        num_kv_pages: pages of 64 tokens that sequences can use; None takes what the memory plan allows.
         state_dtype: dtype of the recurrent state, "float32" (default) or "bfloat16".
         kernels: kernel implementation for every op: "auto", "reference" or a registered name.
         overlap_dispatch: read results one dispatch late (True) or at once (False, the oracle).
@@ -345,8 +345,8 @@ class EngineConfig:
             raise UserInputError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
             )
-        if self.num_kv_pages is not None and self.num_kv_pages < 2:
-            raise UserInputError(f"num_kv_pages must be at least 2 (page 0 is reserved), got {self.num_kv_pages}")
+        if self.num_kv_pages is not None and self.num_kv_pages < 1:
+            raise UserInputError(f"num_kv_pages must be at least 1, got {self.num_kv_pages}")
         if self.async_chunks < 1:
             raise UserInputError(f"async_chunks must be at least 1, got {self.async_chunks}")
         if not self.kernels:

@@ -25,6 +25,7 @@ from qwen35_jax.progress import ProgressFn, silent
 from qwen35_jax.steps import VARIANTS, DeviceState, ProgramKey, StepSpec, device_state_shapes
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler, SchedulerConfig
+from schedulers.buckets import TOKENS_PER_REQUEST
 
 if TYPE_CHECKING:
     from qwen35_jax.text import Tokenizer
@@ -195,6 +196,10 @@ def _plan(
         )
     else:
         max_model_len = config.max_model_len
+    # A program samples for its decode rows or its prompts, the unified one for both.
+    sampled_rows = config.max_num_seqs
+    if config.decode_overlap == "stream":
+        sampled_rows += min(config.max_num_seqs, max(1, config.max_num_batched_tokens // TOKENS_PER_REQUEST))
     return plan_memory(
         model_config,
         limit=runtime.memory_limit(device, config.gpu_memory_utilization),
@@ -205,7 +210,7 @@ def _plan(
         max_model_len=max_model_len,
         max_model_len_is_default=config.max_model_len is None,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_requests=min(config.max_num_seqs, max(1, config.max_num_batched_tokens // 16)),
+        sampled_rows=sampled_rows,
         num_kv_pages=config.num_kv_pages,
     )
 

@@ -1,0 +1,84 @@
+"""The memory plan: everything is counted, and what does not fit is clamped or refused with the numbers."""
+
+import jax.numpy as jnp
+import pytest
+
+from qwen35_jax.cache import MemoryPlanError, cache_shapes, page_bytes, plan_memory, slot_bytes, tree_bytes
+from qwen35_jax.config import ModelConfig
+
+GIB = 2**30
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+MODEL = ModelConfig.preset("4b")
+
+
+def plan(limit_gib: float, **changes):
+    arguments = {
+        "limit": int(limit_gib * GIB),
+        "dtype": BF16,
+        "state_dtype": F32,
+        "weights": 8 * GIB,
+        "max_num_seqs": 256,
+        "max_model_len": 262144,
+        "max_model_len_is_default": True,
+        "max_num_batched_tokens": 8192,
+        "sampled_rows": 256,
+    }
+    return plan_memory(MODEL, **arguments | changes)
+
+
+def test_the_plan_counts_what_is_allocated():
+    found = plan(100)
+    pools = cache_shapes(MODEL, found.num_pages, found.num_seqs + 1, BF16, F32)
+    assert found.pools == tree_bytes(pools)
+    assert found.total <= found.limit
+    assert found.total + page_bytes(MODEL, BF16) > found.limit, "memory is left unused"
+    assert (found.num_seqs, found.max_model_len, found.warnings) == (256, 262144, ())
+
+
+def test_state_and_pages_cost_what_the_family_says():
+    assert page_bytes(MODEL, BF16) == 64 * 32 * 2**10
+    assert 48 * 2**20 < slot_bytes(MODEL, BF16, F32) < 50 * 2**20
+    assert slot_bytes(MODEL, BF16, BF16) < 0.52 * slot_bytes(MODEL, BF16, F32)
+
+
+@pytest.mark.parametrize("limit_gib", (11.5, 12, 14, 16, 24, 40, 141))
+@pytest.mark.parametrize("num_kv_pages", (None, 300))
+def test_a_plan_never_exceeds_its_limit_and_one_sequence_of_full_length_fits(limit_gib, num_kv_pages):
+    found = plan(limit_gib, num_kv_pages=num_kv_pages, max_num_seqs=64, sampled_rows=64)
+    assert found.total <= found.limit
+    assert found.num_seqs >= 1
+    assert found.max_model_len <= (found.num_pages - 1) * 64
+    assert found.num_pages - 1 == (num_kv_pages or found.num_pages - 1)
+
+
+def test_more_sequences_than_slots_fit_are_clamped_with_a_warning():
+    found = plan(30, max_model_len=4096, max_model_len_is_default=False)
+    assert 1 < found.num_seqs < 256
+    assert any(f"max_num_seqs clamped from 256 to {found.num_seqs}" in warning for warning in found.warnings)
+
+
+def test_a_default_length_gives_way_to_sequences_and_an_asked_one_does_not():
+    found = plan(14)
+    assert 64 * 64 < found.max_model_len < 262144 and found.num_seqs > 10
+    assert any("max_model_len lowered from 262144" in warning for warning in found.warnings)
+    asked = plan(20, max_model_len_is_default=False)
+    assert asked.max_model_len == 262144 and asked.num_seqs >= 1
+    with pytest.raises(MemoryPlanError, match="max_model_len=262144 tokens does not fit"):
+        plan(14, max_model_len_is_default=False)
+    with pytest.raises(MemoryPlanError, match="does not fit"):
+        plan(9)
+
+
+def test_pages_asked_for_bound_a_default_length_and_refuse_a_longer_asked_one():
+    found = plan(100, num_kv_pages=1000)
+    assert (found.num_pages, found.max_model_len) == (1001, 64000)
+    assert any("max_model_len lowered from 262144 to 64000" in warning for warning in found.warnings)
+    with pytest.raises(MemoryPlanError, match="num_kv_pages=1000 holds 64000 tokens, fewer than max_model_len=64001"):
+        plan(100, num_kv_pages=1000, max_model_len=64001, max_model_len_is_default=False)
+    with pytest.raises(MemoryPlanError, match=r"num_kv_pages=100000 needs .* are left"):
+        plan(100, num_kv_pages=100000)
+
+
+def test_the_head_of_every_row_is_counted():
+    few, many = plan(100, sampled_rows=256), plan(100, max_num_seqs=1024, sampled_rows=1024)
+    assert many.workspace - few.workspace > 768 * MODEL.vocab_size * 4
