@@ -1,0 +1,212 @@
+"""``gdn_decode`` on Hopper, Pallas Mosaic GPU: the state crosses the memory bus once each way, all else is fused.
+
+A block of one warpgroup owns a row and one key head, with all value heads that use it: nobody else reads or writes
+that part of the convolution tail, so it is updated in place without a second kernel. The state of its value heads
+passes through shared memory in tiles of 64 value dims, brought and taken back by the copy engine while the tile
+before them is in registers; the copy engine addresses the pool by (state matrix, row, column), so no offset is near
+2^31 however large the pool is. A tile is read once: the decayed ``S k`` decides the correction, the new tile gives
+``S q``.
+
+Padding rows write zeros to their output and touch nothing else, the null slot included.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu_support import require, require_nvidia
+from pallas_kernels.numerics import L2_EPSILON, silu
+
+DIM = 128  # Dk and Dv: a thread of the warpgroup for each channel of a head
+TILE = 64  # value dims of a tile
+STAGES = 2
+MAX_GROUP = 16  # value heads of a key head whose vectors are kept in shared memory
+
+_TILE_LAYOUT = plgpu.Layout.WGMMA
+_ROWS = plgpu.Layout.WGMMA.reduce(1)  # a vector over value dims, as a sum over key dims leaves it
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # a vector over key dims
+_CHANNELS = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)  # a channel a thread
+
+
+def supports(target, arguments) -> None:
+    """Hopper or newer, heads of 128 x 128."""
+    require_nvidia(target, at_least=(9, 0))
+    _, _, heads, head_v_dim, head_k_dim = arguments["state_pool"].shape
+    require(head_v_dim == DIM and head_k_dim == DIM, f"takes heads of {DIM} x {DIM}, not {head_v_dim} x {head_k_dim}")
+    group = heads // arguments["num_k_heads"]
+    require(group <= MAX_GROUP, f"takes at most {MAX_GROUP} value heads a key head, not {group}")
+    matrices = arguments["state_pool"].size // (DIM * DIM)
+    require(matrices < 2**31, f"{matrices} state matrices are past int32")
+    require(arguments["qkv"].shape[0] < 2**16, "takes at most 65535 rows")
+
+
+def gdn_decode(
+    qkv,
+    z,
+    b,
+    a,
+    conv_weight,
+    A_log,
+    dt_bias,
+    norm_weight,
+    conv_pool,
+    state_pool,
+    layer,
+    slot_ids,
+    *,
+    num_k_heads,
+    head_k_dim,
+    eps,
+    interpret=False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See :func:`pallas_kernels.gdn_decode`. The pools are references to the kernel: updated in place."""
+    rows = qkv.shape[0]
+    group = state_pool.shape[2] // num_k_heads
+    conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
+    body = functools.partial(_kernel, num_k_heads=num_k_heads, group=group, state_dtype=state_pool.dtype, eps=eps)
+    kernel = pl.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(z.shape, z.dtype)],
+        mesh=plgpu.Mesh(grid=(num_k_heads, rows), grid_names=("key_head", "row")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        name="gdn_decode",
+    )
+    operands = (qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, layer[None], slot_ids)
+    [y] = kernel(*operands, conv_ref, state_ref)
+    return y, jax.freeze(conv_ref), jax.freeze(state_ref)
+
+
+def _kernel(
+    qkv_ref,  # [B, C]
+    z_ref,  # [B, Hv Dv]
+    b_ref,  # [B, Hv]
+    a_ref,
+    conv_weight_ref,  # [4, C]
+    A_log_ref,  # [Hv]
+    dt_bias_ref,
+    norm_weight_ref,  # [Dv]
+    layer_ref,  # [1]
+    slot_ids_ref,  # [B]
+    conv_ref,  # [L, S, 3, C]
+    state_ref,  # [L, S, Hv, Dv, Dk]
+    y_ref,  # [B, Hv Dv]
+    *,
+    num_k_heads: int,
+    group: int,
+    state_dtype,
+    eps: float,
+):
+    key_head, row = lax.axis_index("key_head"), lax.axis_index("row")
+    layer, slot = layer_ref[0], slot_ids_ref[row]
+    first_head = key_head * group
+
+    @pl.when(slot == 0)
+    def _():
+        for member in range(group):
+            channels = pl.ds((first_head + member) * DIM, DIM)
+            y_ref[row, channels] = plgpu.layout_cast(jnp.zeros((DIM,), y_ref.dtype), _CHANNELS)
+
+    def live(tiles_ref, loaded, query_ref, key_ref, values_ref, outs_ref):
+        tiles = group * (DIM // TILE)
+        stages = min(STAGES, tiles)
+
+        def in_pool(tile):
+            member, half = tile // (DIM // TILE), lax.rem(tile, DIM // TILE)
+            return state_ref.at[layer, slot, first_head + member, pl.ds(half * TILE, TILE)]
+
+        def fetch(tile, stage):
+            plgpu.copy_gmem_to_smem(in_pool(tile), tiles_ref.at[stage], loaded.at[stage])
+
+        for tile in range(stages):
+            fetch(jnp.int32(tile), tile)
+
+        # The small part, while the first tiles are on their way.
+        convolve = functools.partial(_convolve, qkv_ref, conv_weight_ref, conv_ref, layer=layer, slot=slot, row=row)
+        query = convolve(key_head * DIM)
+        query_ref[...] = query * (lax.rsqrt(jnp.sum(query * query) + L2_EPSILON) * DIM**-0.5)
+        key = convolve((num_k_heads + key_head) * DIM)
+        key_ref[...] = key * lax.rsqrt(jnp.sum(key * key) + L2_EPSILON)
+        for member in range(group):
+            values_ref[member] = convolve((2 * num_k_heads + first_head + member) * DIM)
+
+        @pl.loop(0, tiles)
+        def _(tile):
+            stage = lax.rem(tile, stages)
+            member, half = tile // (DIM // TILE), lax.rem(tile, DIM // TILE)
+            value_dims = pl.ds(half * TILE, TILE)
+            beta, kept = _gates(b_ref, a_ref, A_log_ref, dt_bias_ref, row, first_head + member)
+            query = lax.broadcast_in_dim(plgpu.load(query_ref, layout=_COLUMNS), (TILE, DIM), [1])
+            key = lax.broadcast_in_dim(plgpu.load(key_ref, layout=_COLUMNS), (TILE, DIM), [1])
+            value = plgpu.load(values_ref.at[member, value_dims], layout=_ROWS)
+
+            plgpu.barrier_wait(loaded.at[stage])
+            state = plgpu.load(tiles_ref.at[stage], layout=_TILE_LAYOUT).astype(jnp.float32) * kept
+            delta = beta * (value - jnp.sum(state * key, axis=1))
+            state = state + lax.broadcast_in_dim(delta, (TILE, DIM), [0]) * key
+            outs_ref[member, value_dims] = jnp.sum(state * query, axis=1)
+            tiles_ref[stage] = state.astype(state_dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tiles_ref.at[stage], in_pool(tile))
+
+            # The stage of the tile before this one is free once the copy engine has read it.
+            following = tile - 1 + stages
+
+            @pl.when((tile > 0) & (following < tiles))
+            def _():
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                fetch(following, lax.rem(following, stages))
+
+        norm_weight = plgpu.load(norm_weight_ref, layout=_CHANNELS)
+        for member in range(group):
+            channels = pl.ds((first_head + member) * DIM, DIM)
+            out = plgpu.load(outs_ref.at[member], layout=_CHANNELS).astype(y_ref.dtype).astype(jnp.float32)
+            gate = silu(plgpu.load(z_ref.at[row, channels], layout=_CHANNELS).astype(jnp.float32))
+            y = norm_weight * (out * lax.rsqrt(jnp.sum(out * out) * (1 / DIM) + eps)) * gate
+            y_ref[row, channels] = y.astype(y_ref.dtype)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(slot != 0)
+    def _():
+        swizzled = (
+            plgpu.TilingTransform((8, 128 // jnp.dtype(state_dtype).itemsize)),
+            plgpu.SwizzleTransform(128),
+        )
+        pl.run_scoped(
+            live,
+            plgpu.SMEM((STAGES, TILE, DIM), state_dtype, transforms=swizzled),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.SMEM((DIM,), jnp.float32),
+            plgpu.SMEM((DIM,), jnp.float32),
+            plgpu.SMEM((group, DIM), jnp.float32),
+            plgpu.SMEM((group, DIM), jnp.float32),
+        )
+
+
+def _convolve(qkv_ref, weight_ref, conv_ref, first_channel, *, layer, slot, row):
+    """Convolution and SiLU of 128 channels, float32[128] rounded to the activation dtype; shifts their tail."""
+    channels = pl.ds(first_channel, DIM)
+    new = plgpu.load(qkv_ref.at[row, channels], layout=_CHANNELS)
+    window = [plgpu.load(conv_ref.at[layer, slot, place, channels], layout=_CHANNELS) for place in range(3)] + [new]
+    taps = [plgpu.load(weight_ref.at[tap, channels], layout=_CHANNELS) for tap in range(4)]
+    total = window[0].astype(jnp.float32) * taps[0].astype(jnp.float32)
+    for raw, tap in zip(window[1:], taps[1:], strict=True):
+        total = total + raw.astype(jnp.float32) * tap.astype(jnp.float32)
+    for place in range(3):
+        conv_ref[layer, slot, place, channels] = window[place + 1]
+    return silu(total.astype(new.dtype).astype(jnp.float32)).astype(new.dtype).astype(jnp.float32)
+
+
+def _gates(b_ref, a_ref, A_log_ref, dt_bias_ref, row, head):
+    """Write strength and decay (not its logarithm) of one head, scalars."""
+    beta = lax.logistic(b_ref[row, head].astype(jnp.float32))
+    x = a_ref[row, head].astype(jnp.float32) + dt_bias_ref[head]
+    small = jnp.exp(-jnp.abs(x))  # log(1 + small), by its series where 1 + small would round it away
+    log1p = jnp.where(small < 2.0**-10, small * (1.0 - 0.5 * small), jnp.log(1.0 + small))
+    return beta, jnp.exp(-jnp.exp(A_log_ref[head]) * (jnp.maximum(x, 0.0) + log1p))
