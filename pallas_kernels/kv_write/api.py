@@ -7,11 +7,12 @@ import functools
 import jax
 
 from pallas_kernels import checks, registry
-from pallas_kernels.kv_write import reference
+from pallas_kernels.kv_write import reference, triton
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("kv_write")
 OP.register(registry.REFERENCE, reference.kv_write, priority=0)
+OP.register("triton", triton.kv_write, priority=-1, supports=triton.supports)
 
 
 def kv_write(

@@ -7,11 +7,12 @@ import functools
 import jax
 
 from pallas_kernels import checks, registry
-from pallas_kernels.paged_decode_attention import reference
+from pallas_kernels.paged_decode_attention import reference, triton
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("paged_decode_attention")
 OP.register(registry.REFERENCE, reference.paged_decode_attention, priority=0)
+OP.register("triton", triton.paged_decode_attention, priority=-1, supports=triton.supports)
 
 
 def paged_decode_attention(

@@ -7,11 +7,12 @@ import functools
 import jax
 
 from pallas_kernels import checks, registry
-from pallas_kernels.paged_prefill_attention import reference
+from pallas_kernels.paged_prefill_attention import reference, triton
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("paged_prefill_attention")
 OP.register(registry.REFERENCE, reference.paged_prefill_attention, priority=0)
+OP.register("triton", triton.paged_prefill_attention, priority=-1, supports=triton.supports)
 
 
 def paged_prefill_attention(

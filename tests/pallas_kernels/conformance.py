@@ -56,6 +56,11 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("kv_write", "reference"): Tolerance(exact=2e-6, roundoffs=2),
     ("paged_prefill_attention", "reference"): Tolerance(exact=1e-5, roundoffs=2),
     ("paged_decode_attention", "reference"): Tolerance(exact=1e-5, roundoffs=2),
+    # On tensor cores the softmax weights are rounded to the activation dtype before they meet the values: an error of
+    # one roundoff of sum p |v|, several times |output| where values cancel (3 to 5 roundoffs seen on few keys).
+    ("kv_write", "triton"): Tolerance(exact=2e-6, roundoffs=2),
+    ("paged_prefill_attention", "triton"): Tolerance(exact=1e-5, roundoffs=8),
+    ("paged_decode_attention", "triton"): Tolerance(exact=1e-5, roundoffs=8),
 }
 
 

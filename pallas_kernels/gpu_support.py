@@ -1,0 +1,44 @@
+"""What the capability checks of the GPU implementations share."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.registry import Target, UnsupportedArguments
+
+
+def require_nvidia(target: Target, *, at_least: tuple[int, int]) -> None:
+    """Decline anything but an NVIDIA GPU of a compute capability.
+
+    Devices that do not tell their capability (those that stand for a GPU that is not here) are taken by their name.
+
+    Args:
+        target: the device of the call.
+        at_least: lowest compute capability, (major, minor).
+
+    Raises:
+        UnsupportedArguments: another device.
+    """
+    if target.platform != "gpu" or not target.device_kind.startswith("NVIDIA"):
+        raise UnsupportedArguments(f"needs an NVIDIA GPU, the device is {target.platform} ({target.device_kind})")
+    if target.compute_capability is not None:
+        found = tuple(int(part) for part in target.compute_capability.split(".")[:2])
+        if found < at_least:
+            wanted = ".".join(map(str, at_least))
+            raise UnsupportedArguments(f"needs compute capability {wanted}, the device has {target.compute_capability}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Decline with a message unless the condition holds.
+
+    Raises:
+        UnsupportedArguments: it does not.
+    """
+    if not condition:
+        raise UnsupportedArguments(message)
+
+
+def full_float32(dtype) -> lax.Precision | None:
+    """Precision of a kernel's products: float32 operands must not be rounded to TF32, 16-bit ones need nothing."""
+    return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize == 4 else None

@@ -1,0 +1,176 @@
+"""``paged_decode_attention`` on NVIDIA GPUs, Pallas-Triton: keys and values split over programs, then combined.
+
+The op reads each key and value once and does little with them, so what counts is bytes in flight on every SM. A program
+takes one row, one key/value head and one share of the row's pages; its group of query heads (padded to the 16 rows of
+the tensor cores' smallest product) reads the keys together. The number of shares is static, from the batch and the
+width of the page table: enough programs to fill the GPU, each row divided by its own length. With one share the program
+gates and stores the result itself; with more, a second kernel weighs the shares by their running maxima.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.gpu_support import full_float32, require, require_nvidia
+
+_ROWS = 16  # rows of a product; a group of query heads fills 4 to 16 of them
+_PROGRAMS = 528  # wanted: four for each SM of an H200
+_PAGES_PER_SHARE = 2  # a share below this costs more to combine than it saves
+_LOWEST = -1e30  # start of running maxima: finite, so that no difference is NaN
+_LOG2_E = math.log2(math.e)
+
+
+def supports(target, arguments) -> None:
+    """Head dim 256, pages of 64, at most 16 query heads a key/value head, any activation dtype."""
+    require_nvidia(target, at_least=(8, 0))
+    num_heads, head_dim = arguments["q"].shape[1:]
+    num_kv_heads, page_size = arguments["kv_pool"].shape[3:5]
+    require(head_dim == 256, f"takes head dim 256, not {head_dim}")
+    require(page_size == 64, f"takes pages of 64, not {page_size}")
+    require(
+        num_heads // num_kv_heads <= _ROWS,
+        f"takes up to {_ROWS} query heads a key head, not {num_heads} over {num_kv_heads}",
+    )
+
+
+def num_shares(rows: int, num_kv_heads: int, width: int) -> int:
+    """Shares of each row's pages, from the shapes of a call."""
+    return max(1, min(-(-width // _PAGES_PER_SHARE), -(-_PROGRAMS // (rows * num_kv_heads))))
+
+
+def paged_decode_attention(
+    q, gate, kv_pool, layer, page_table, kv_lens, *, shares: int | None = None, interpret: bool = False
+) -> jax.Array:
+    """See :func:`pallas_kernels.paged_decode_attention`."""
+    rows, num_heads, head_dim = q.shape
+    num_kv_heads = kv_pool.shape[3]
+    group = num_heads // num_kv_heads
+    shares = shares or num_shares(rows, num_kv_heads, page_table.shape[1])
+    grouped = (rows, num_kv_heads, group, head_dim)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    heads = pl.BlockSpec((None, None, _ROWS, head_dim), lambda row, head, share: (row, head, 0, 0))
+    table = pl.BlockSpec((None, page_table.shape[1]), lambda row, head, share: (row, 0))
+    operands = (q.reshape(grouped), gate.reshape(grouped), kv_pool, layer[None], page_table, kv_lens)
+    partial_shape = (rows, num_kv_heads, shares, group)
+    if shares == 1:
+        out_specs, out_shape = heads, jax.ShapeDtypeStruct(grouped, q.dtype)
+    else:
+        accumulators = pl.BlockSpec(
+            (None, None, None, _ROWS, head_dim), lambda row, head, share: (row, head, share, 0, 0)
+        )
+        scalars = pl.BlockSpec((None, None, None, _ROWS), lambda row, head, share: (row, head, share, 0))
+        out_specs = [accumulators, scalars, scalars]
+        out_shape = [
+            jax.ShapeDtypeStruct((*partial_shape, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+        ]
+    result = pl.pallas_call(
+        functools.partial(_attend, group=group, shares=shares),
+        grid=(rows, num_kv_heads, shares),
+        in_specs=[heads, heads, whole, whole, table, whole],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3 if q.dtype.itemsize == 2 else 1),
+        interpret=interpret,
+        name="paged_decode_attention",
+    )(*operands)
+    if shares == 1:
+        return result.reshape(q.shape)
+
+    whole_row = pl.BlockSpec((None, None, shares, group, head_dim), lambda row, head: (row, head, 0, 0, 0))
+    its_scalars = pl.BlockSpec((None, None, shares, group), lambda row, head: (row, head, 0, 0))
+    row_heads = pl.BlockSpec((None, None, group, head_dim), lambda row, head: (row, head, 0, 0))
+    combined = pl.pallas_call(
+        functools.partial(_combine, group=group, shares=shares),
+        grid=(rows, num_kv_heads),
+        in_specs=[whole_row, its_scalars, its_scalars, row_heads, whole],
+        out_specs=row_heads,
+        out_shape=jax.ShapeDtypeStruct(grouped, q.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_decode_attention_combine",
+    )(*result, operands[1], kv_lens)
+    return combined.reshape(q.shape)
+
+
+def _share_of(kv_len, share, shares: int, page_size: int):
+    """First page of a share and the page past its last; empty shares come last."""
+    pages = (kv_len + page_size - 1) // page_size
+    each = jnp.maximum((pages + shares - 1) // shares, _PAGES_PER_SHARE) if shares > 1 else pages
+    return jnp.minimum(share * each, pages), jnp.minimum((share + 1) * each, pages)
+
+
+def _attend(q_ref, gate_ref, pool_ref, layer_ref, table_ref, kv_lens_ref, *out_refs, group: int, shares: int):
+    """One share of one row's pages for one key/value head."""
+    row, head, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    page_size, head_dim = pool_ref.shape[4:]
+    kv_len, layer = kv_lens_ref[row], layer_ref[0]
+    begin, end = _share_of(kv_len, share, shares, page_size)
+    live = (jnp.arange(_ROWS) < group)[:, None]
+    precision = full_float32(q_ref.dtype)
+    q = plgpu.load(q_ref, mask=jnp.broadcast_to(live, (_ROWS, head_dim)), other=0.0)
+
+    def one_page(number, carry):
+        top, norm, acc = carry
+        page = table_ref[number]
+        seen = number * page_size + jnp.arange(page_size, dtype=jnp.int32) < kv_len
+        key = pool_ref[layer, page, 0, head]  # [Z, H]; may be NaN where it is not seen: its column is selected away
+        value = plgpu.load(
+            pool_ref.at[layer, page, jnp.int32(1), head],
+            mask=jnp.broadcast_to(seen[:, None], (page_size, head_dim)),
+            other=0.0,
+        )
+        scores = jnp.where(
+            seen[None, :], plgpu.dot(q, key, trans_b=True, precision=precision) * (head_dim**-0.5 * _LOG2_E), -jnp.inf
+        )
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - new_top[:, None])
+        shrink = jnp.exp2(top - new_top)
+        norm = norm * shrink + jnp.sum(weights, axis=1)
+        acc = acc * shrink[:, None] + plgpu.dot(weights.astype(value.dtype), value, precision=precision)
+        return new_top, norm, acc
+
+    start = (
+        jnp.full((_ROWS,), _LOWEST, jnp.float32),
+        jnp.zeros((_ROWS,), jnp.float32),
+        jnp.zeros((_ROWS, head_dim), jnp.float32),
+    )
+    top, norm, acc = lax.fori_loop(begin, end, one_page, start)
+    rows = jnp.broadcast_to(live, (_ROWS, head_dim))
+    if shares == 1:
+        gate = plgpu.load(gate_ref, mask=rows, other=0.0).astype(jnp.float32)
+        gated = acc / norm[:, None] * lax.logistic(gate)
+        plgpu.store(out_refs[0], jnp.where(kv_len > 0, gated, 0.0).astype(out_refs[0].dtype), mask=rows)
+    else:
+        acc_ref, top_ref, norm_ref = out_refs
+        plgpu.store(acc_ref, acc, mask=rows)
+        plgpu.store(top_ref, top, mask=jnp.arange(_ROWS) < group)
+        plgpu.store(norm_ref, norm, mask=jnp.arange(_ROWS) < group)
+
+
+def _combine(acc_ref, top_ref, norm_ref, gate_ref, kv_lens_ref, out_ref, *, group: int, shares: int):
+    """Weigh the shares of a row and a key/value head; empty shares have norm 0 and the lowest maximum."""
+    kv_len = kv_lens_ref[pl.program_id(0)]
+    head_dim = acc_ref.shape[2]
+    for number in range(group):
+
+        def one_share(share, carry, number=number):
+            top, norm, acc = carry
+            new_top = jnp.maximum(top, top_ref[share, number])
+            shrink, weight = jnp.exp2(top - new_top), jnp.exp2(top_ref[share, number] - new_top)
+            norm = norm * shrink + norm_ref[share, number] * weight
+            return new_top, norm, acc * shrink + acc_ref[share, number] * weight
+
+        start = jnp.float32(_LOWEST), jnp.float32(0), jnp.zeros((head_dim,), jnp.float32)
+        _, norm, acc = lax.fori_loop(0, shares, one_share, start)
+        gated = acc / norm * lax.logistic(gate_ref[number].astype(jnp.float32))
+        out_ref[number] = jnp.where(kv_len > 0, gated, 0.0).astype(out_ref.dtype)

@@ -1,0 +1,216 @@
+"""The Triton kernels without a GPU: lowered for an H200 that is not here, interpreted, declined where they cannot run.
+
+And with one (marker gpu): pools past 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels.kv_write.specs import KvWriteSpec
+from pallas_kernels.paged_decode_attention.specs import PagedDecodeAttentionSpec
+from pallas_kernels.paged_decode_attention.triton import num_shares
+from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
+from pallas_kernels.registry import Target, UnsupportedArguments, get_op
+from pallas_kernels.spec import REAL_MODELS, ModelShape, Spec, specs_of
+from tests.pallas_kernels import oracle
+from tests.pallas_kernels.conformance import ROUNDOFF, assert_same_bits, host, worst_error
+
+NAME = "triton"
+OPS = ("kv_write", "paged_decode_attention", "paged_prefill_attention")
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+ABSTRACT_H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+ON_H200 = jax.sharding.AbstractMesh((), (), abstract_device=ABSTRACT_H200)
+SMALL = ModelShape("small", num_heads=3, num_kv_heads=1, num_k_heads=1, num_v_heads=1)
+
+
+def abstract(spec: Spec):
+    """Arguments as shapes, and the options."""
+    options = {}
+
+    def make():
+        case = spec.case()
+        options.update(case.options)
+        return {name: jnp.asarray(array) for name, array in case.arguments.items()}
+
+    return jax.eval_shape(make), options
+
+
+def distinct(op: str) -> list[Spec]:
+    """One spec of each kernel that all specs need: other sizes only change a grid and strides."""
+    kernels = {}
+    for spec in specs_of(op).values():
+        shares = spec.model.num_heads // spec.model.num_kv_heads, 0
+        if op == "paged_decode_attention":
+            shares = shares[0], min(2, num_shares(len(spec.kv_lens), spec.model.num_kv_heads, max(spec.kv_lens) // 64))
+        kernels[shares] = spec
+    return list(kernels.values())
+
+
+def lowered_for_h200(spec: Spec) -> str:
+    arguments, options = abstract(spec)
+
+    def program(arguments):
+        return getattr(pallas_kernels, spec.op)(**arguments, **options, implementation=NAME)
+
+    with jax.sharding.use_abstract_mesh(ON_H200):
+        return jax.jit(program).trace(arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for op in OPS for spec in distinct(op)], ids=lambda spec: f"{spec.op}-{spec.name}"
+)
+def test_lowers_for_an_h200(spec):
+    text = lowered_for_h200(spec)
+    assert "__gpu$xla.gpu.triton" in text
+    assert ("output_operand_alias<" in text) == bool(spec.pools), "a pool is not updated in place"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lowers_in_float32(op):
+    spec = dataclasses.replace(distinct(op)[0], dtype="float32")
+    assert "__gpu$xla.gpu.triton" in lowered_for_h200(spec)
+
+
+def test_all_specs_are_taken_on_an_h200():
+    for op in OPS:
+        for spec in specs_of(op).values():
+            arguments, options = abstract(spec)
+            get_op(op).implementations[NAME].supports(H200, arguments | options)
+
+
+INTERPRETED = (
+    (KvWriteSpec(name="", model=SMALL, lengths=(2, 0, 5, 1), starts=(62, 0, 0, 300), num_pads=2, num_layers=2), {}),
+    (PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(1, 0, 130), num_layers=2), {"shares": 1}),
+    (PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(1, 0, 300), width=6, num_layers=2), {"shares": 3}),
+    (
+        PagedPrefillAttentionSpec(
+            name="", model=SMALL, lengths=(5, 0, 37), prefixes=(70, 0, 0), num_pads=3, num_layers=2
+        ),
+        {},
+    ),
+)
+
+
+@pytest.mark.parametrize(("spec", "extra"), INTERPRETED, ids=lambda item: getattr(item, "op", str(item)))
+def test_interpreted_matches_the_oracle(spec, extra):
+    case = host(dataclasses.replace(spec, dtype="float32").case(1, poison=True))
+    function = getattr(importlib.import_module(f"pallas_kernels.{spec.op}.{NAME}"), spec.op)
+    interpreted = jax.jit(functools.partial(function, **case.options, **extra, interpret=True))
+    got = interpreted(**{name: jnp.asarray(array) for name, array in case.arguments.items()})
+    want = getattr(oracle, spec.op)(**case.arguments, **case.options)
+    if not spec.pools:
+        assert worst_error(got, want[0]) < 1e-5
+        assert not np.asarray(got)[want[0] == 0].any()
+        return
+    q_out, pool = got
+    assert worst_error(q_out, want[0]) < 2e-6
+    pool, old, expected = (np.moveaxis(np.asarray(array), 4, 2) for array in (pool, case.arguments["kv_pool"], want[1]))
+    assert worst_error(pool[want[2]], expected[want[2]]) < 2e-6
+    assert_same_bits(pool[~want[2]], old[~want[2]], "a place that no token owns")
+
+
+def test_shares_fill_the_gpu_and_stay_within_the_table():
+    assert num_shares(1, 4, 2048) == 132  # 128k tokens of one row: every SM has work
+    assert num_shares(1, 4, 3) == 2  # no share below two pages
+    assert num_shares(64, 4, 512) == 3
+    assert num_shares(256, 4, 512) == 1
+
+
+def test_declines_what_it_cannot_run():
+    arguments, options = abstract(PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(3,)))
+    decode, prefill, write = (
+        get_op(op).implementations[NAME].supports
+        for op in ("paged_decode_attention", "paged_prefill_attention", "kv_write")
+    )
+    for supports in (decode, prefill):
+        supports(H200, arguments)
+        with pytest.raises(UnsupportedArguments, match="takes head dim 256, not 128"):
+            narrow = jax.ShapeDtypeStruct((1, 3, 128), jnp.bfloat16)
+            supports(H200, arguments | {"q": narrow})
+        with pytest.raises(UnsupportedArguments, match="takes pages of 64, not 32"):
+            supports(H200, arguments | {"kv_pool": jax.ShapeDtypeStruct((1, 4, 2, 1, 32, 256), jnp.bfloat16)})
+        with pytest.raises(UnsupportedArguments, match="needs an NVIDIA GPU"):
+            supports(Target("cpu", "cpu"), arguments)
+        with pytest.raises(UnsupportedArguments, match="needs compute capability 8.0, the device has 7.5"):
+            supports(Target("gpu", "NVIDIA T4", "7.5"), arguments)
+    with pytest.raises(UnsupportedArguments, match="takes up to 16 query heads a key head, not 32 over 1"):
+        decode(H200, arguments | {"q": jax.ShapeDtypeStruct((1, 32, 256), jnp.bfloat16)})
+    arguments, options = abstract(KvWriteSpec(name="", model=SMALL, lengths=(3,)))
+    write(H200, arguments | options)
+    with pytest.raises(UnsupportedArguments, match="must be a power of two, got 48 / 2"):
+        write(H200, arguments | options | {"rotary_dim": 48})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_pools_past_two_gigaelements(op):
+    """The last pages of a pool whose offsets do not fit 32 bits; its neighbours stay as they are."""
+    model, used = REAL_MODELS["4b"], 12
+    spec = {
+        "kv_write": KvWriteSpec(name="", model=model, lengths=(3, 70), num_pages=used),
+        "paged_decode_attention": PagedDecodeAttentionSpec(name="", model=model, kv_lens=(3, 270), num_pages=used),
+        "paged_prefill_attention": PagedPrefillAttentionSpec(
+            name="", model=model, lengths=(3, 70), prefixes=(0, 200), num_pages=used
+        ),
+    }[op]
+    case = host(spec.case(1))
+    small = case.arguments
+    want = getattr(oracle, op)(**small, **case.options)
+    pages = 2**31 // (2 * model.num_kv_heads * 64 * model.head_dim) + used
+    pool = jnp.zeros((1, pages, *small["kv_pool"].shape[2:]), jnp.bfloat16).at[:, -used:].set(small["kv_pool"])
+    index = "page_ids" if op == "kv_write" else "page_table"
+    rest = {name: array for name, array in small.items() if name != "kv_pool"}
+    rest[index] = np.where(rest[index] > 0, pages - used + rest[index], 0).astype(np.int32)
+    function = jax.jit(
+        lambda pool, rest: getattr(pallas_kernels, op)(kv_pool=pool, **rest, **case.options, implementation=NAME),
+        donate_argnums=0,
+    )
+    got = function(pool, rest)
+    if op == "kv_write":
+        q_out, pool = got
+        assert worst_error(pool[:, -used:], want[1]) < 2 * ROUNDOFF["bfloat16"]
+        assert not pool[:, :-used].any()
+        got = q_out
+    assert worst_error(got, want[0]) < 8 * ROUNDOFF["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["0.8b", "4b", "27b"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 33, 200])
+def test_real_heads_at_odd_batches(model, rows):
+    """Decode in bfloat16, with one and with many shares of a row, from a single token to thousands."""
+    lengths = np.random.default_rng(rows).integers(0, 2500 if rows < 9 else 200, rows)
+    lengths[0] = 3000
+    spec = PagedDecodeAttentionSpec(name="", model=REAL_MODELS[model], kv_lens=tuple(int(n) for n in lengths))
+    case = host(spec.case(rows, poison=True))
+    want = oracle.paged_decode_attention(**case.arguments)[0]
+    got = pallas_kernels.paged_decode_attention(**case.arguments, implementation=NAME)
+    assert worst_error(got, want) < 8 * ROUNDOFF["bfloat16"]
+    assert not np.asarray(got)[lengths == 0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["0.8b", "27b"])
+def test_ragged_prefill_on_real_heads(model):
+    """Prefill in bfloat16: lengths around a tile and around a page, on prefixes and without."""
+    spec = PagedPrefillAttentionSpec(
+        name="",
+        model=REAL_MODELS[model],
+        lengths=(1, 127, 128, 129, 0, 300, 65, 2),
+        prefixes=(1000, 0, 64, 63, 0, 129, 0, 511),
+        num_pads=77,
+    )
+    case = host(spec.case(3, poison=True))
+    want = oracle.paged_prefill_attention(**case.arguments)[0]
+    got = pallas_kernels.paged_prefill_attention(**case.arguments, implementation=NAME)
+    assert worst_error(got, want) < 8 * ROUNDOFF["bfloat16"]
+    assert not np.asarray(got)[want == 0].any()
