@@ -148,7 +148,7 @@ class Draw:
     ``jax.eval_shape``).
     """
 
-    _LARGE = 1 << 21  # elements
+    _LARGE = 1 << 22  # elements
 
     def __init__(self, seed: int):
         self._key = jax.random.key(seed)
@@ -188,7 +188,9 @@ def page_table(draw: Draw, lengths: tuple[int, ...], width: int, num_pages: int,
     """Page tables with distinct pages out of order; entries past a length are 0, or any page if ``stray``."""
     needed = [-(-length // PAGE_SIZE) for length in lengths]
     pages = iter(draw.distinct(sum(needed), num_pages - 1))
-    table = draw.numpy.integers(0, num_pages, (len(lengths), width)) if stray else np.zeros((len(lengths), width))
+    table = draw.numpy.integers(0, num_pages, (len(lengths), width))
+    if not stray:
+        table[:] = 0
     for row, count in enumerate(needed):
         table[row, :count] = [next(pages) for _ in range(count)]
     return table.astype(np.int32)

@@ -155,20 +155,19 @@ def kv_write(q, k, v, q_norm, k_norm, kv_pool, layer, page_ids, page_offsets, po
 
 
 def attend(query, keys, values):
-    """One token: query [N, H], keys and values [S, K, H]."""
-    group = query.shape[0] // keys.shape[1]
-    keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
-    scores = np.einsum("nh,snh->ns", query, keys) * query.shape[-1] ** -0.5
+    """One token: query [N, H], keys and values [K, S, H]."""
+    grouped = query.reshape(len(keys), -1, query.shape[-1])  # [K, N / K, H]
+    scores = np.matmul(grouped, np.swapaxes(keys, 1, 2)) * query.shape[-1] ** -0.5
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("ns,snh->nh", weights / weights.sum(axis=-1, keepdims=True), values)
+    return np.matmul(weights / weights.sum(axis=-1, keepdims=True), values).reshape(query.shape)
 
 
 def gather_pages(kv_pool, layer, pages, length):
-    """Keys and values of the first positions, [length, K, H] each."""
+    """Keys and values of the first positions, [K, length, H] each."""
     size = kv_pool.shape[4]
     used = kv_pool[layer, pages[: -(-length // size)]].astype(F64)  # [pages, 2, K, Z, H]
-    used = np.moveaxis(used, 3, 1).reshape(-1, 2, used.shape[2], used.shape[4])[:length]
-    return used[:, 0], used[:, 1]
+    used = np.moveaxis(used, 0, 2).reshape(2, used.shape[2], -1, used.shape[4])[:, :, :length]
+    return used[0], used[1]
 
 
 def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_lens):
@@ -181,7 +180,7 @@ def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_
         keys, values = gather_pages(kv_pool, layer, page_table[request], length)
         for token in range(start, stop):
             seen = length - stop + token + 1
-            out[token] = attend(q[token], keys[:seen], values[:seen]) * sigmoid(gate[token])
+            out[token] = attend(q[token], keys[:, :seen], values[:, :seen]) * sigmoid(gate[token])
     return (out,)
 
 

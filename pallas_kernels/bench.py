@@ -1,0 +1,302 @@
+"""One timing harness for every op, implementation and spec.
+
+    python -m pallas_kernels.bench --op=gdn_decode --spec='4b-*' --output=benchmarks/results/kernels.json
+
+A figure is the time of one call inside a compiled program: calls are chained (each waits for the one before, pools are
+donated and updated in place), several to a program and several programs to a sample, so neither dispatch nor a copy
+of a pool is in it. Beside it stand the bytes and operations that any implementation must spend (:mod:`spec`), the
+ceilings of the device, and the distance from the float32 reference on the same arguments, computed in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import fnmatch
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels import registry
+from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
+
+KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
+"""Bytes/s of a device copy and bf16 FLOP/s of a large product, by device kind, where they were measured apart."""
+
+MISMATCH = 2.0**-5
+"""Relative error past which an element counts as wrong: eight roundoffs of bfloat16, far above any rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the device can do.
+
+    Attributes:
+        bytes_per_s: the better of the copy measured in this run and the known figure.
+        flops_per_s: known figure, or None.
+        measured_bytes_per_s: the copy measured in this run.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float | None
+    measured_bytes_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One measured spec.
+
+    Attributes:
+        spec: the workload.
+        implementation: name of the implementation that ran.
+        microseconds: median time of a call.
+        spread: (slowest - fastest) / median over the samples.
+        checks: distance from the float32 reference.
+    """
+
+    spec: Spec
+    implementation: str
+    microseconds: float
+    spread: float
+    checks: dict[str, Any]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Compulsory bytes over time."""
+        return self.spec.compulsory_bytes() / self.microseconds * 1e6
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations over time."""
+        return self.spec.flops() / self.microseconds * 1e6
+
+    def share(self, ceilings: Ceilings) -> float | None:
+        """Share of the ceiling that bounds the op, None where that ceiling is unknown."""
+        if self.spec.bound == "bytes":
+            return self.bytes_per_s / ceilings.bytes_per_s
+        return self.flops_per_s / ceilings.flops_per_s if ceilings.flops_per_s else None
+
+
+def measure_ceilings(num_bytes: int) -> Ceilings:
+    """Time copies of an array of ``num_bytes`` (read once, written once) and look up what is known of the device."""
+    source = jnp.zeros((num_bytes // 4,), jnp.int32)
+    best = 0.0
+    for copy in (jax.jit(jnp.copy), jax.jit(lambda x: x + 1)):
+        jax.block_until_ready(copy(source))
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready([copy(source) for _ in range(4)])
+            best = max(best, 4 * 2 * source.nbytes / (time.perf_counter() - start))
+    known_bytes, known_flops = KNOWN_CEILINGS.get(jax.devices()[0].device_kind, (0.0, None))
+    return Ceilings(max(best, known_bytes), known_flops, best)
+
+
+def _device_case(spec: Spec, seed: int) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    case: Case = spec.case(seed)
+    return {name: jnp.asarray(array) for name, array in case.arguments.items()}, case.options
+
+
+def _op(spec: Spec, implementation: str, options: dict[str, Any]) -> Callable[[dict], tuple[jax.Array, tuple]]:
+    """The op as a function of its arguments, returning (output, updated pools)."""
+    function = getattr(pallas_kernels, spec.op)
+
+    def run(arguments):
+        results = function(**arguments, **options, implementation=implementation)
+        return (results[0], results[1:]) if isinstance(results, tuple) else (results, ())
+
+    return run
+
+
+def chained(spec: Spec, implementation: str, options: dict[str, Any]):
+    """A program of several calls in a row: ``(pools, inputs of each call) -> (output, pools)``; donate the pools.
+
+    Each call has inputs of its own (else the compiler would merge what the calls have in common) and waits for the
+    one before it: through the pools, or, where an op updates none, through its output, which is the next one's q.
+    """
+    run = _op(spec, implementation, options)
+
+    def program(pools: tuple[jax.Array, ...], inputs: Sequence[dict[str, jax.Array]]):
+        out = None
+        for arguments in inputs:
+            if out is not None and not spec.pools:
+                arguments = arguments | {"q": out}
+            out, pools = run(arguments | dict(zip(spec.pools, pools, strict=True)))
+        return out, pools
+
+    return program
+
+
+def separate_inputs(arguments: dict[str, jax.Array], calls: int) -> list[dict[str, jax.Array]]:
+    """Copies of the arguments, one a call; a pool that is only read is shared (it may be gigabytes)."""
+    shared = {name: array for name, array in arguments.items() if name.endswith("_pool")}
+    own = {name: array for name, array in arguments.items() if name not in shared}
+    return [shared | jax.tree.map(jnp.copy, own) for _ in range(calls)]
+
+
+def measure(
+    spec: Spec, implementation: str = registry.AUTO, *, calls: int = 8, dispatches: int = 8, samples: int = 5
+) -> Measurement:
+    """Time one spec.
+
+    Args:
+        spec: the workload.
+        implementation: "auto" or a name.
+        calls: calls a program.
+        dispatches: programs a sample.
+        samples: samples; the median counts.
+    """
+    arguments, options = _device_case(spec, seed=0)
+    checks = compare(spec, implementation, arguments, options)
+    chosen = registry.get_op(spec.op).select(implementation, arguments | options).name
+    pools = tuple(arguments.pop(name) for name in spec.pools)
+    inputs = separate_inputs(arguments, calls)
+    compiled = jax.jit(chained(spec, chosen, options), donate_argnums=0).lower(pools, inputs).compile()
+    out, pools = compiled(pools, inputs)
+    jax.block_until_ready(out)
+    times = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(dispatches):
+            out, pools = compiled(pools, inputs)
+        jax.block_until_ready((out, pools))
+        times.append((time.perf_counter() - start) / (dispatches * calls))
+    middle = statistics.median(times)
+    return Measurement(spec, chosen, middle * 1e6, (max(times) - min(times)) / middle, checks)
+
+
+def compare(
+    spec: Spec, implementation: str, arguments: dict[str, jax.Array], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Distance of the output from the reference evaluated in float32 on the same numbers."""
+    in_float32 = {
+        name: array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
+        for name, array in arguments.items()
+    }
+    got = np.asarray(jax.jit(_op(spec, implementation, options))(arguments)[0]).astype(np.float64)
+    want = np.asarray(jax.jit(_op(spec, registry.REFERENCE, options))(in_float32)[0]).astype(np.float64)
+    delta = np.abs(got - want)
+    relative = delta / (np.abs(want) + np.sqrt(np.mean(want**2)) + 1e-30)
+    wrong = np.argwhere(~(relative <= MISMATCH))  # NaN is wrong
+    return {
+        "rows_compared": int(want.shape[0]),
+        "max_abs_delta": float(delta.max()),
+        "max_relative_error": float(relative.max()),
+        "first_mismatch": wrong[0].tolist() if len(wrong) else None,
+        "skipped": 0,
+    }
+
+
+def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any], command: str) -> dict[str, Any]:
+    """A result record of the project's results files."""
+    spec = measurement.spec
+    metrics: dict[str, Any] = {"us": measurement.microseconds, "spread": measurement.spread}
+    if spec.bound == "bytes":
+        metrics["tb_s"] = measurement.bytes_per_s / 1e12
+    else:
+        metrics["tflop_s"] = measurement.flops_per_s / 1e12
+    metrics["share_of_ceiling"] = measurement.share(ceilings)
+    metrics["measured_copy_tb_s"] = ceilings.measured_bytes_per_s / 1e12
+    return {
+        "cell": f"kernel/{spec.op}/{spec.name}",
+        "metrics": metrics,
+        "device": jax.devices()[0].device_kind,
+        "device_count": 1,
+        "commit": _commit(),
+        "jax": jax.__version__,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "settings": {"implementation": measurement.implementation, "dtype": spec.dtype, **settings},
+        "checks": measurement.checks,
+    }
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def table(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:
+    """The measurements as text."""
+    header = ("op", "spec", "implementation", "us", "spread", "TB/s", "TFLOP/s", "share", "rel. error")
+    rows = [header]
+    for item in measurements:
+        share = item.share(ceilings)
+        rows.append(
+            (
+                item.spec.op,
+                item.spec.name,
+                item.implementation,
+                f"{item.microseconds:.1f}",
+                f"{item.spread:.0%}",
+                f"{item.bytes_per_s / 1e12:.3f}",
+                f"{item.flops_per_s / 1e12:.2f}",
+                "-" if share is None else f"{share:.2f}",
+                f"{item.checks['max_relative_error']:.1e}" + (" WRONG" if item.checks["first_mismatch"] else ""),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if an output was wrong."""
+    ops = [op.name for op in registry.all_ops()]
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description="Time the kernels.")
+    parser.add_argument("--op", default="*", help=f"pattern over {', '.join(ops)}")
+    parser.add_argument("--spec", default="4b-*", help="pattern over spec names")
+    parser.add_argument("--tiny", action="store_true", help="tiny specs only, all of them unless --spec is given")
+    parser.add_argument("--implementation", default=registry.AUTO)
+    parser.add_argument("--dtype", default=None, help="activation dtype instead of the spec's")
+    parser.add_argument("--calls", type=int, default=8, help="calls a program")
+    parser.add_argument("--dispatches", type=int, default=8, help="programs a sample")
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="size of the copy that measures the memory")
+    parser.add_argument("--output", default=None, help="JSON file to write the records to")
+    options = parser.parse_args(argv)
+    pattern = "*" if options.tiny and options.spec == parser.get_default("spec") else options.spec
+    chosen = [
+        spec
+        for op in ops
+        if fnmatch.fnmatch(op, options.op)
+        for name, spec in (tiny_specs_of(op) if options.tiny else specs_of(op)).items()
+        if fnmatch.fnmatch(name, pattern)
+    ]
+    if not chosen:
+        parser.error(f"no spec matches --op={options.op} --spec={pattern}")
+    settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
+    command = shlex.join(["python", "-m", "pallas_kernels.bench", *(sys.argv[1:] if argv is None else argv)])
+    ceilings = measure_ceilings(options.copy_bytes)
+    measurements = []
+    for spec in chosen:
+        if options.dtype:
+            spec = dataclasses.replace(spec, dtype=options.dtype)
+        try:
+            measurements.append(measure(spec, options.implementation, **settings))
+        except registry.UnsupportedArguments as refusal:
+            print(f"{spec.op}/{spec.name}: not measured: {refusal}", file=sys.stderr)
+    print(f"{jax.devices()[0].device_kind}: copy {ceilings.measured_bytes_per_s / 1e12:.3f} TB/s in this run")
+    print(table(measurements, ceilings))
+    if options.output:
+        records = [record(item, ceilings, settings, command) for item in measurements]
+        with open(options.output, "w", encoding="utf-8") as file:
+            json.dump(records, file, indent=1)
+            file.write("\n")
+    return 1 if any(item.checks["first_mismatch"] for item in measurements) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The timing harness runs here on tiny specs and writes records of the right form."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import pytest
+
+from pallas_kernels import bench
+from pallas_kernels.spec import tiny_specs_of
+
+QUICK = ["--calls=2", "--dispatches=1", "--samples=2", "--copy-bytes=1048576"]
+
+
+def test_a_record(tmp_path, capsys):
+    output = tmp_path / "kernels.json"
+    arguments = ["--tiny", "--op=causal_conv", "--spec=tiny1-*", *QUICK, f"--output={output}"]
+    assert bench.main(arguments) == 0
+    (record,) = json.loads(output.read_text())
+    assert record["cell"] == "kernel/causal_conv/tiny1-ragged"
+    assert record["device"] == jax.devices()[0].device_kind and record["device_count"] == 1
+    assert record["jax"] == jax.__version__
+    assert record["settings"]["implementation"] == "reference" and record["settings"]["calls"] == 2
+    assert record["command"].endswith(f"--output={output}")
+    metrics, checks = record["metrics"], record["checks"]
+    assert metrics["us"] > 0
+    moved = tiny_specs_of("causal_conv")["tiny1-ragged"].compulsory_bytes()
+    assert math.isclose(metrics["tb_s"], moved / metrics["us"] / 1e6)
+    assert metrics["share_of_ceiling"] > 0
+    assert checks["rows_compared"] == 75 and checks["first_mismatch"] is None and checks["skipped"] == 0
+    assert 0 < checks["max_relative_error"] < 2**-6  # bfloat16 against float32
+    printed = capsys.readouterr().out
+    assert "causal_conv" in printed and "tiny1-ragged" in printed and "reference" in printed
+
+
+@pytest.mark.parametrize("op", ["paged_decode_attention", "gdn_decode"])
+def test_calls_are_not_merged(op):
+    """Attention updates no pool, the decode step reads its inputs anew: each call must still be in the program."""
+    spec = tiny_specs_of(op)["tiny1-rows5"]
+    arguments, options = bench._device_case(spec, 0)
+    pools = tuple(arguments.pop(name) for name in spec.pools)
+    products = []
+    for calls in (1, 3):
+        program = jax.jit(bench.chained(spec, "reference", options), donate_argnums=0)
+        compiled = program.lower(pools, bench.separate_inputs(arguments, calls)).compile()
+        products.append(compiled.as_text().count(" dot("))
+    assert products[1] == 3 * products[0] > 0
+
+
+def test_a_wrong_output_fails_the_run(monkeypatch, tmp_path):
+    good = bench.compare
+
+    def spoiled(spec, implementation, arguments, options):
+        return good(spec, implementation, arguments, options) | {"first_mismatch": [3, 0]}
+
+    monkeypatch.setattr(bench, "compare", spoiled)
+    assert bench.main(["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK]) == 1
+
+
+def test_no_spec_matches(capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["--spec=13b-*"])
+    assert caught.value.code == 2
+    assert "no spec matches --op=* --spec=13b-*" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""Conformance of every implementation of gdn_decode."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
+from pallas_kernels.spec import TINY_MODELS
+from tests.pallas_kernels.conformance import assert_close, assert_same_bits, call, check, every_implementation, host
+
+OP = "gdn_decode"
+BASE = GdnDecodeSpec(
+    name="base", model=TINY_MODELS["tiny1"], dtype="float32", num_rows=5, num_pads=2, num_slots=9, num_layers=2
+)
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 33])
+def test_odd_batches(implementation, rows):
+    pads = rows // 3
+    spec = dataclasses.replace(BASE, num_rows=rows, num_pads=pads, num_slots=rows + 4)
+    check(OP, implementation, spec.case(1, poison=True))
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("model", ["tiny1", "tiny2", "tiny3", "tiny4g16"])
+def test_every_head_ratio(implementation, model):
+    check(OP, implementation, dataclasses.replace(BASE, model=TINY_MODELS[model]).case(2, poison=True))
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_bfloat16(implementation, state_dtype):
+    spec = dataclasses.replace(BASE, dtype="bfloat16", state_dtype=state_dtype, model=TINY_MODELS["tiny2"])
+    check(OP, implementation, spec.case(3, poison=True))
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("decay", ["strong", "none", "mixed"])
+def test_decays(implementation, decay):
+    for seed in (4, 5):
+        check(OP, implementation, dataclasses.replace(BASE, decay=decay).case(seed, poison=True))
+
+
+@every_implementation(OP)
+def test_infinite_decay(implementation):
+    case = host(BASE.case(6, poison=True))
+    decay = case.arguments["A_log"].copy()
+    decay[0] = 100.0
+    y, _, pool = call(OP, implementation, host(case, A_log=decay))
+    live = case.arguments["slot_ids"][case.arguments["slot_ids"] > 0]
+    assert np.isfinite(y).all() and np.isfinite(pool[-1, live]).all()
+
+
+@every_implementation(OP)
+def test_all_rows_padding(implementation):
+    """Every row in the null slot, as often as you like: zeros out, no slot touched."""
+    case = host(BASE.case(7, poison=True), slot_ids=np.zeros(BASE.num_rows, np.int32))
+    y, conv_pool, state_pool = call(OP, implementation, case)
+    assert not y.any()
+    assert_same_bits(conv_pool[:, 1:], case.arguments["conv_pool"][:, 1:], "a tail")
+    assert_same_bits(state_pool[:, 1:], case.arguments["state_pool"][:, 1:], "a state")
+
+
+@every_implementation(OP)
+def test_company_does_not_matter(implementation):
+    """A row alone (the others padding), in reversed order, and among others: the same result."""
+    case = host(dataclasses.replace(BASE, num_pads=0).case(8, poison=True))
+    y, conv_pool, state_pool = call(OP, implementation, case)
+    row_inputs = ("qkv", "z", "b", "a", "slot_ids")
+    reversed_rows = {name: case.arguments[name][::-1] for name in row_inputs}
+    y_reversed, conv_reversed, state_reversed = call(OP, implementation, host(case, **reversed_rows))
+    assert_close(OP, implementation, y_reversed[::-1], y, name="rows in reversed order")
+    slots = case.arguments["slot_ids"]
+    assert_same_bits(conv_reversed[-1, slots], conv_pool[-1, slots], "a tail in reversed order")
+    assert_close(OP, implementation, state_reversed[-1, slots], state_pool[-1, slots], name="states, reversed order")
+    for row in range(BASE.num_rows):
+        alone = np.where(np.arange(BASE.num_rows) == row, slots, 0).astype(np.int32)
+        y_alone, _, state_alone = call(OP, implementation, host(case, slot_ids=alone))
+        assert_close(OP, implementation, y_alone[row], y[row], name=f"row {row} alone")
+        assert_close(OP, implementation, state_alone[-1, slots[row]], state_pool[-1, slots[row]], name="its state")
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("where", ["qkv", "z", "state", "tail"])
+def test_nan_row_touches_no_neighbour(implementation, where):
+    case = host(dataclasses.replace(BASE, num_pads=1).case(9, poison=True))
+    clean = call(OP, implementation, case)
+    slots = case.arguments["slot_ids"]
+    victim = int(np.flatnonzero(slots)[1])
+    name = {"state": "state_pool", "tail": "conv_pool"}.get(where, where)
+    poisoned = case.arguments[name].copy()
+    poisoned[(-1, slots[victim]) if name.endswith("pool") else victim] = np.nan
+    got = call(OP, implementation, host(case, **{name: poisoned}))
+    assert np.isnan(got[0][victim]).any()
+    rows = np.arange(BASE.num_rows) != victim
+    assert_same_bits(got[0][rows], clean[0][rows], "a neighbour's output")
+    others = np.setdiff1d(np.arange(1, BASE.num_slots), slots[victim])
+    assert_same_bits(got[1][:, others], clean[1][:, others], "a neighbour's tail")
+    assert_same_bits(got[2][:, others], clean[2][:, others], "a neighbour's state")
