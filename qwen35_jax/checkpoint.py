@@ -107,7 +107,7 @@ class Manifest:
         try:
             return cls(
                 project_version=str(values["project_version"]),
-                dtype=str(values["dtype"]),
+                dtype=jnp.dtype(values["dtype"]).name,
                 model_config=ModelConfig.from_dict(values["model_config"]),
                 source=dict(values["source"]),
                 parts=tuple(tuple(paths) for paths in values["parts"]),
@@ -221,7 +221,11 @@ def convert(
     source, output = check_model_dir(model_dir), pathlib.Path(output)
     if output.resolve() == source.resolve():
         raise UserInputError(f"output {str(output)!r} is the model directory itself")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    try:
+        taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    except OSError as error:  # a name that is too long, a directory that cannot be read
+        raise UserInputError(f"cannot write to {str(output)!r}: {error.strerror}") from error
+    if taken:
         raise UserInputError(f"output {str(output)!r} exists and is not an empty directory")
     if open_model_dir(source) == "orbax":
         raise UserInputError(
@@ -234,15 +238,16 @@ def convert(
     pack = ParamPack(config, dtype=dtype)
     _check_disk(output, pack.num_bytes)
 
+    place = output.resolve()  # a directory can take the place of another one, but not that of a symbolic link
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent.resolve()))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
     except OSError as error:
-        raise UserInputError(f"cannot write to {str(output.parent)!r}: {error.strerror}") from error
+        raise UserInputError(f"cannot write to {str(place.parent)!r}: {error.strerror}") from error
     try:
         partial.chmod(0o777 & ~_umask())
         manifest = _write_converted(plan, pack, partial, progress)
-        partial.replace(output)
+        partial.replace(place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -385,7 +390,10 @@ class ConvertedCheckpoint:
         with _checkpointer() as checkpointer:
             for index, part in enumerate(self.manifest.parts):
                 try:
-                    tree = checkpointer.metadata(_part_dir(self._dir, index)).item_metadata.tree
+                    metadata = checkpointer.metadata(_part_dir(self._dir, index)).item_metadata
+                    if metadata is None:
+                        raise ValueError("its Orbax metadata is damaged; convert the model again")
+                    tree = metadata.tree
                     stored = {path: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in tree.items()}
                 except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
                     raise UserInputError(f"cannot read {_part_dir(self._dir, index)}: {error}") from error

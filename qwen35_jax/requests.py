@@ -91,7 +91,7 @@ class RequestPreparer:
         if self._tokenizer is None:
             message = "chats need a tokenizer (skip_tokenizer_init is set)"
             raise RequestError("invalid_prompt", message, param="messages")
-        switches = _template_switches(chat_template_kwargs)
+        switches = template_switches(chat_template_kwargs)
         try:
             text = self._tokenizer.render_chat(
                 [dict(message) for message in messages], tools=None if tools is None else list(tools), **switches
@@ -195,8 +195,13 @@ def check_messages(messages: Any) -> None:
             require(good, f"{place}[{number}]", f'must be {{"type": "text", "text": str}}, got {found}')
 
 
-def _template_switches(given: Any) -> dict[str, Any]:
-    """Switches of the template; what the conversation itself says cannot be among them."""
+def template_switches(given: Any) -> dict[str, Any]:
+    """Switches of the chat template, checked as far as they mean the same to every template.
+
+    Raises:
+        RequestError: no object, a switch that is not one, or ``enable_thinking`` that is neither true nor false (a
+            template would take the string "false" for true).
+    """
     switches = {} if given is None else given
     if not isinstance(switches, Mapping) or not all(isinstance(name, str) for name in switches):
         message = f"chat_template_kwargs must be an object, got {brief(given)}"
@@ -205,7 +210,11 @@ def _template_switches(given: Any) -> dict[str, Any]:
         if name in switches:
             message = f"chat_template_kwargs: {name!r} cannot be set"
             raise RequestError("invalid_value", message, param="chat_template_kwargs")
-    return dict(switches)
+    thinking = switches.get("enable_thinking")
+    if thinking is not None and not isinstance(thinking, bool):
+        message = f"chat_template_kwargs.enable_thinking must be true or false, got {brief(thinking)}"
+        raise RequestError("invalid_value", message, param="chat_template_kwargs")
+    return {name: value for name, value in switches.items() if value is not None or name != "enable_thinking"}
 
 
 def failed_output(request_id: str, error: RequestError, prompt: Any = None) -> RequestOutput:

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from qwen35_jax.outputs import RequestError
-from qwen35_jax.requests import brief, check_messages, is_token_ids
+from qwen35_jax.requests import brief, check_messages, is_token_ids, template_switches
 from qwen35_jax.sampling_params import SamplingParams, SamplingParamsError
 
 CHAT_URL = "/v1/chat/completions"
@@ -228,7 +228,7 @@ def _row(
         if kind == "chat":
             check_messages(body["messages"])
             tools = _typed(body, "tools", list, None)
-            own = _typed(body, "chat_template_kwargs", dict, {})
+            own = template_switches(_typed(body, "chat_template_kwargs", dict, {}))
             return dataclasses.replace(
                 row,
                 messages=tuple(body["messages"]),

@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from absl import flags
 
 from qwen35_jax.config import EngineConfig
 from qwen35_jax.errors import UserInputError
+from qwen35_jax.outputs import RequestError
+from qwen35_jax.requests import template_switches
 from qwen35_jax.sampling_params import SamplingParams, SamplingParamsError
 
 ENGINE_HELP: Mapping[str, str] = {
@@ -148,19 +151,22 @@ class CommandLine:
         """What chats get that do not say.
 
         Raises:
-            UserInputError: --chat_template_kwargs is no JSON object.
+            UserInputError: --chat_template_kwargs is no JSON object, or holds what no template takes.
         """
         switches: Any = {}
         if self.values.chat_template_kwargs is not None:
             try:
-                switches = json.loads(self.values.chat_template_kwargs)
-            except ValueError as error:
+                switches = json.loads(self.values.chat_template_kwargs, parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
                 raise UserInputError(f"--chat_template_kwargs is not valid JSON: {error}") from error
             if not isinstance(switches, dict):
                 raise UserInputError("--chat_template_kwargs must be a JSON object")
         if self.values.enable_thinking is not None:
             switches["enable_thinking"] = self.values.enable_thinking
-        return switches
+        try:
+            return template_switches(switches)
+        except RequestError as error:
+            raise UserInputError(f"--{error}") from error
 
     def help(self) -> str:
         """The whole help text."""
@@ -177,9 +183,22 @@ class CommandLine:
         return "\n".join(parts)
 
 
+def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a command as a process: its exit code is that of ``main``."""
+    for stream in (sys.stdout, sys.stderr):
+        # A path or a message that the terminal's encoding lacks must not end a job whose answers are all written.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(main(sys.argv))
+
+
 def asks_for_help(argv: Sequence[str]) -> bool:
     """Whether a command line asks for the help text."""
     return any(word in ("-h", "-help", "--help", "--helpfull", "--helpshort") for word in argv[1:])
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _shown(value: Any) -> str:

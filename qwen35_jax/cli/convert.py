@@ -8,9 +8,10 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command
 from qwen35_jax.errors import UserInputError
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 _DTYPES = ("auto", "bfloat16", "float32")
 
@@ -22,8 +23,8 @@ config and tokenizer files beside them. Every command takes DIR as its --model, 
 The conversion runs on the CPU, needs the memory of a few tensors rather than of the model, and writes DIR completely or
 not at all.
 
-Exit codes: 0 converted; 2 something in the command line or the checkpoint is wrong, and nothing was written; 130 or 143
-interrupted by a signal, and nothing is left.
+Exit codes: 0 converted; 1 it broke off (a full disk), and nothing is left; 2 something in the command line or the
+checkpoint is wrong, and nothing was written; 130 or 143 interrupted by a signal, and nothing is left.
 """
 
 
@@ -60,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
     except UserInputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except OSError as error:  # the disk ran full, a file server went away
+        print(f"error: the conversion broke off: {error}; nothing is left", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -67,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run() -> NoReturn:
     """Entry point of the console command."""
-    sys.exit(main(sys.argv))
+    run_command(main)
 
 
 def _convert(model: str, output: str, dtype: str | None) -> None:

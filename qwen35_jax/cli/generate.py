@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command
 from qwen35_jax.errors import UserInputError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str], *, make_llm: Callable[..., LLM] | None = None) -> 
 
 def run() -> NoReturn:
     """Entry point of the console command."""
-    sys.exit(main(sys.argv))
+    run_command(main)
 
 
 def _run(argv: Sequence[str], make_llm: Callable[..., LLM] | None) -> int:

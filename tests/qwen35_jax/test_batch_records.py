@@ -73,6 +73,8 @@ def test_what_the_row_says_goes_before_the_defaults():
 def test_null_means_not_given():
     value = chat(temperature=None, stop=None, logprobs=None, tools=None, max_tokens=None, stream=None, user=None)
     assert parse(value).params == DEFAULTS
+    row = parse(chat(chat_template_kwargs={"enable_thinking": None}), chat_template_kwargs={"enable_thinking": False})
+    assert row.chat_template_kwargs == {"enable_thinking": False}
     assert parse({"custom_id": None, "prompt": "x", "messages": None}).custom_id is None
 
 
@@ -180,6 +182,8 @@ BAD = [
     (chat(tools={}), "invalid_value", "body.tools", "list"),
     (chat(tools=["f"]), "invalid_value", "body.tools[0]", "object"),
     (chat(chat_template_kwargs=[]), "invalid_value", "body.chat_template_kwargs", "object"),
+    (chat(chat_template_kwargs={"tools": []}), "invalid_value", "body.chat_template_kwargs", "'tools' cannot be set"),
+    (chat(chat_template_kwargs={"enable_thinking": 0}), "invalid_value", "body.chat_template_kwargs", "true or false"),
     (completion(chat_template_kwargs={}), "invalid_value", "body.chat_template_kwargs", "messages"),
     (chat(return_token_ids=1), "invalid_value", "body.return_token_ids", "true or false"),
     (chat(temperature="hot"), "invalid_value", "body.temperature", "hot"),

@@ -190,6 +190,7 @@ def edit_manifest(path, change):
         (lambda m: m["parts"][1].append(m["parts"][0][0]), "parts do not hold every parameter exactly once"),
         (lambda m: m["parts"].reverse(), r"params/0000 does not fit"),
         (lambda m: m.update(dtype="float32"), "embed is bfloat16"),
+        (lambda m: m.update(dtype="bfloat17"), "is malformed: .*bfloat17"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(converted, config, change, message):
@@ -206,6 +207,12 @@ def test_orbax_metadata_is_compared_with_the_manifest(converted, config):
     files = {str(f.relative_to(converted)): f.stat().st_size for f in (converted / "params").rglob("*") if f.is_file()}
     edit_manifest(converted, lambda values: values.update(files=files))
     refuse(converted, config, r"does not fit .*: \S+ is bfloat16 \[3, 3\], expected")
+
+
+def test_damaged_orbax_metadata_is_named(converted, config):
+    file = converted / "params" / "0000" / "_METADATA"
+    file.write_bytes(bytes(file.stat().st_size))
+    refuse(converted, config, r"params/0000: its Orbax metadata is damaged")
 
 
 def test_missing_and_truncated_files_are_named(converted, config):

@@ -241,6 +241,9 @@ WRONG = [
     (nothing, ["--top_p=high"], "top_p"),
     (nothing, ["--chat_template_kwargs={"], "chat_template_kwargs"),
     (nothing, ["--chat_template_kwargs=[]"], "chat_template_kwargs"),
+    (nothing, ['--chat_template_kwargs={"a": NaN}'], "NaN"),
+    (nothing, ['--chat_template_kwargs={"tools": []}'], "'tools' cannot be set"),
+    (nothing, ['--chat_template_kwargs={"enable_thinking": "no"}'], "enable_thinking must be true or false"),
     (nothing, ["stray"], "stray"),
     (nothing, ["--input"], "input"),
 ]
@@ -346,3 +349,21 @@ def test_a_cache_directory_that_cannot_be(folder, capsys, place):
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1 and err[0].startswith(f"error: compilation_cache_dir '{place}'")
     assert sorted(os.listdir()) == ["in.jsonl", "model"]
+
+
+NARROW = """
+import sys
+from qwen35_jax.cli import common, generate
+from tests.qwen35_jax.fakes import make_llm
+
+flags = ["--model=model", "--input=in.jsonl", "--output=\u51fa\u529b.jsonl"]
+common.run_command(lambda argv: generate.main(["x", *flags], make_llm=lambda model, **options: make_llm()))
+"""
+
+
+def test_a_terminal_that_cannot_show_the_path_does_not_fail_the_job(folder):
+    environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", NARROW], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "output: \\u51fa\\u529b.jsonl" in result.stdout
+    assert len(records("\u51fa\u529b.jsonl")) == 6

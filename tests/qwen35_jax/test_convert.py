@@ -182,6 +182,23 @@ def test_an_empty_output_directory_is_used(source, tmp_path):
     assert open_model_dir(tmp_path / "out") == "orbax"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_behind_a_link_stays_one(source, tmp_path, there):
+    if there:
+        (tmp_path / "target").mkdir()
+    os.symlink("target", tmp_path / "out")
+    convert(source, tmp_path / "out", progress=silent)
+    assert left_behind(tmp_path) == ["out", "target"] and (tmp_path / "out").is_symlink()
+    assert open_model_dir(tmp_path / "target") == "orbax"
+
+
+@pytest.mark.parametrize("length", [240, 300])
+def test_a_name_that_is_too_long_is_told(source, tmp_path, length):
+    with pytest.raises(UserInputError, match="cannot write to .*: File name too long"):
+        convert(source, tmp_path / ("a" * length), progress=silent)
+    assert left_behind(tmp_path) == []
+
+
 def test_a_full_disk_is_told_beforehand(source, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
     with pytest.raises(UserInputError, match=r"output '.*out' needs \d+\.\d GiB, .* has 0\.0 GiB left"):
@@ -198,6 +215,16 @@ def test_a_failure_half_way_leaves_nothing(source, tmp_path, monkeypatch, error)
     with pytest.raises(type(error)):
         convert(source, tmp_path / "out")
     assert left_behind(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_is_one_line(source, tmp_path, run, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_part", fail)
+    code, _, err = run(f"--model={source}", f"--output={tmp_path / 'out'}")
+    assert code == 1 and left_behind(tmp_path) == []
+    assert err.splitlines()[-1].startswith("error: the conversion broke off: ") and "No space left" in err
 
 
 # ---- make_random_checkpoint ----------------------------------------------------------------------------------------

@@ -359,7 +359,9 @@ def test_template_switches_and_tools_reach_the_template():
     assert output.prompt == "u:a\ntools=1\nstyle=short\na:"
 
 
-@pytest.mark.parametrize("switches", [{"tools": 1}, {"messages": []}, {"self": 1}, {1: 2}, ["style"]])
+@pytest.mark.parametrize(
+    "switches", [{"tools": 1}, {"messages": []}, {"self": 1}, {1: 2}, ["style"], {"enable_thinking": "false"}]
+)
 def test_switches_that_are_none_of_the_template_are_refused_by_name(switches):
     (output,) = make_llm().chat([user("a")], SHORT, use_tqdm=False, chat_template_kwargs=switches)
     assert (output.error_code, output.error_param) == ("invalid_value", "chat_template_kwargs")
