@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.registry import Target, UnsupportedArguments
 
@@ -42,3 +44,22 @@ def require(condition: bool, message: str) -> None:
 def full_float32(dtype) -> lax.Precision | None:
     """Precision of a kernel's products: float32 operands must not be rounded to TF32, 16-bit ones need nothing."""
     return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize == 4 else None
+
+
+def weighted_sum(weights: jax.Array, values: jax.Array, *, exact: bool = True) -> jax.Array:
+    """``weights @ values`` inside a Triton kernel.
+
+    Args:
+        weights: f32[M, S].
+        values: [S, H].
+        exact: 16-bit values only: carry the weights as two numbers of their dtype (16 mantissa bits for bfloat16) in
+            two products. Otherwise they are rounded once, an error of one roundoff of ``sum |weight value|``.
+
+    Returns:
+        f32[M, H].
+    """
+    high = weights.astype(values.dtype)
+    total = plgpu.dot(high, values, precision=full_float32(values.dtype))
+    if exact and values.dtype.itemsize == 2:
+        total += plgpu.dot((weights - high.astype(jnp.float32)).astype(values.dtype), values)
+    return total

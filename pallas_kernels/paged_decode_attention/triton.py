@@ -9,6 +9,7 @@ gates and stores the result itself; with more, a second kernel weighs the shares
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -18,13 +19,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu_support import full_float32, require, require_nvidia
+from pallas_kernels.gpu_support import full_float32, require, require_nvidia, weighted_sum
 
 _ROWS = 16  # rows of a product; a group of query heads fills 4 to 16 of them
 _PROGRAMS = 528  # wanted: four for each SM of an H200
 _PAGES_PER_SHARE = 2  # a share below this costs more to combine than it saves
 _LOWEST = -1e30  # start of running maxima: finite, so that no difference is NaN
 _LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What may be tuned.
+
+    Attributes:
+        keys: keys of a step, a power of two that divides the page.
+        warps: warps of a program.
+        stages: depth of the pipeline that loads keys and values.
+    """
+
+    keys: int = 64
+    warps: int = 4
+    stages: int = 3
 
 
 def supports(target, arguments) -> None:
@@ -46,12 +62,22 @@ def num_shares(rows: int, num_kv_heads: int, width: int) -> int:
 
 
 def paged_decode_attention(
-    q, gate, kv_pool, layer, page_table, kv_lens, *, shares: int | None = None, interpret: bool = False
+    q,
+    gate,
+    kv_pool,
+    layer,
+    page_table,
+    kv_lens,
+    *,
+    shares: int | None = None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """See :func:`pallas_kernels.paged_decode_attention`."""
     rows, num_heads, head_dim = q.shape
     num_kv_heads = kv_pool.shape[3]
     group = num_heads // num_kv_heads
+    tiling = tiling or Tiling(stages=3 if q.dtype.itemsize == 2 else 1)
     shares = shares or num_shares(rows, num_kv_heads, page_table.shape[1])
     grouped = (rows, num_kv_heads, group, head_dim)
 
@@ -59,47 +85,46 @@ def paged_decode_attention(
     heads = pl.BlockSpec((None, None, _ROWS, head_dim), lambda row, head, share: (row, head, 0, 0))
     table = pl.BlockSpec((None, page_table.shape[1]), lambda row, head, share: (row, 0))
     operands = (q.reshape(grouped), gate.reshape(grouped), kv_pool, layer[None], page_table, kv_lens)
-    partial_shape = (rows, num_kv_heads, shares, group)
     if shares == 1:
         out_specs, out_shape = heads, jax.ShapeDtypeStruct(grouped, q.dtype)
     else:
-        accumulators = pl.BlockSpec(
-            (None, None, None, _ROWS, head_dim), lambda row, head, share: (row, head, share, 0, 0)
-        )
-        scalars = pl.BlockSpec((None, None, None, _ROWS), lambda row, head, share: (row, head, share, 0))
-        out_specs = [accumulators, scalars, scalars]
+        of_share = pl.BlockSpec((None, None, _ROWS, None, head_dim), lambda row, head, share: (row, head, 0, share, 0))
+        scalars = pl.BlockSpec((None, None, _ROWS, None), lambda row, head, share: (row, head, 0, share))
+        out_specs = [of_share, scalars, scalars]
+        partial_shape = (rows, num_kv_heads, group, shares)
         out_shape = [
             jax.ShapeDtypeStruct((*partial_shape, head_dim), jnp.float32),
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
         ]
     result = pl.pallas_call(
-        functools.partial(_attend, group=group, shares=shares),
+        functools.partial(_attend, group=group, shares=shares, keys=tiling.keys),
         grid=(rows, num_kv_heads, shares),
         in_specs=[heads, heads, whole, whole, table, whole],
         out_specs=out_specs,
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3 if q.dtype.itemsize == 2 else 1),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="paged_decode_attention",
     )(*operands)
     if shares == 1:
         return result.reshape(q.shape)
 
-    whole_row = pl.BlockSpec((None, None, shares, group, head_dim), lambda row, head: (row, head, 0, 0, 0))
-    its_scalars = pl.BlockSpec((None, None, shares, group), lambda row, head: (row, head, 0, 0))
-    row_heads = pl.BlockSpec((None, None, group, head_dim), lambda row, head: (row, head, 0, 0))
-    combined = pl.pallas_call(
-        functools.partial(_combine, group=group, shares=shares),
-        grid=(rows, num_kv_heads),
-        in_specs=[whole_row, its_scalars, its_scalars, row_heads, whole],
-        out_specs=row_heads,
-        out_shape=jax.ShapeDtypeStruct(grouped, q.dtype),
+    acc, top, norm = (array.reshape(rows, num_heads, *array.shape[3:]) for array in result)
+    padded = pl.cdiv(shares, _ROWS) * _ROWS
+    all_shares = pl.BlockSpec((None, None, padded, head_dim), lambda row, head: (row, head, 0, 0))
+    their_scalars = pl.BlockSpec((None, None, 1 << (padded - 1).bit_length()), lambda row, head: (row, head, 0))
+    one_head = pl.BlockSpec((None, None, head_dim), lambda row, head: (row, head, 0))
+    return pl.pallas_call(
+        functools.partial(_combine, shares=shares),
+        grid=(rows, num_heads),
+        in_specs=[all_shares, their_scalars, their_scalars, one_head, whole],
+        out_specs=one_head,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_decode_attention_combine",
-    )(*result, operands[1], kv_lens)
-    return combined.reshape(q.shape)
+    )(acc, top, norm, gate, kv_lens)
 
 
 def _share_of(kv_len, share, shares: int, page_size: int):
@@ -109,34 +134,36 @@ def _share_of(kv_len, share, shares: int, page_size: int):
     return jnp.minimum(share * each, pages), jnp.minimum((share + 1) * each, pages)
 
 
-def _attend(q_ref, gate_ref, pool_ref, layer_ref, table_ref, kv_lens_ref, *out_refs, group: int, shares: int):
+def _attend(
+    q_ref, gate_ref, pool_ref, layer_ref, table_ref, kv_lens_ref, *out_refs, group: int, shares: int, keys: int
+):
     """One share of one row's pages for one key/value head."""
     row, head, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page_size, head_dim = pool_ref.shape[4:]
     kv_len, layer = kv_lens_ref[row], layer_ref[0]
+    steps = page_size // keys
     begin, end = _share_of(kv_len, share, shares, page_size)
     live = (jnp.arange(_ROWS) < group)[:, None]
-    precision = full_float32(q_ref.dtype)
+    precision, scale = full_float32(q_ref.dtype), head_dim**-0.5 * _LOG2_E
     q = plgpu.load(q_ref, mask=jnp.broadcast_to(live, (_ROWS, head_dim)), other=0.0)
 
-    def one_page(number, carry):
+    def some_keys(number, carry):
         top, norm, acc = carry
-        page = table_ref[number]
-        seen = number * page_size + jnp.arange(page_size, dtype=jnp.int32) < kv_len
-        key = pool_ref[layer, page, 0, head]  # [Z, H]; may be NaN where it is not seen: its column is selected away
+        first = number * keys
+        page, places = table_ref[first // page_size], pl.ds(first % page_size, keys)
+        seen = first + jnp.arange(keys, dtype=jnp.int32) < kv_len
+        key = pool_ref[layer, page, 0, head, places]  # [keys, H]; unseen ones may be NaN: their columns go
         value = plgpu.load(
-            pool_ref.at[layer, page, jnp.int32(1), head],
-            mask=jnp.broadcast_to(seen[:, None], (page_size, head_dim)),
+            pool_ref.at[layer, page, jnp.int32(1), head, places],
+            mask=jnp.broadcast_to(seen[:, None], (keys, head_dim)),
             other=0.0,
         )
-        scores = jnp.where(
-            seen[None, :], plgpu.dot(q, key, trans_b=True, precision=precision) * (head_dim**-0.5 * _LOG2_E), -jnp.inf
-        )
+        scores = jnp.where(seen[None, :], plgpu.dot(q, key, trans_b=True, precision=precision), -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - new_top[:, None])
-        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2((scores - new_top[:, None]) * scale)
+        shrink = jnp.exp2((top - new_top) * scale)
         norm = norm * shrink + jnp.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + plgpu.dot(weights.astype(value.dtype), value, precision=precision)
+        acc = acc * shrink[:, None] + weighted_sum(weights, value)
         return new_top, norm, acc
 
     start = (
@@ -144,7 +171,7 @@ def _attend(q_ref, gate_ref, pool_ref, layer_ref, table_ref, kv_lens_ref, *out_r
         jnp.zeros((_ROWS,), jnp.float32),
         jnp.zeros((_ROWS, head_dim), jnp.float32),
     )
-    top, norm, acc = lax.fori_loop(begin, end, one_page, start)
+    top, norm, acc = lax.fori_loop(begin * steps, jnp.minimum(end * steps, pl.cdiv(kv_len, keys)), some_keys, start)
     rows = jnp.broadcast_to(live, (_ROWS, head_dim))
     if shares == 1:
         gate = plgpu.load(gate_ref, mask=rows, other=0.0).astype(jnp.float32)
@@ -157,20 +184,24 @@ def _attend(q_ref, gate_ref, pool_ref, layer_ref, table_ref, kv_lens_ref, *out_r
         plgpu.store(norm_ref, norm, mask=jnp.arange(_ROWS) < group)
 
 
-def _combine(acc_ref, top_ref, norm_ref, gate_ref, kv_lens_ref, out_ref, *, group: int, shares: int):
-    """Weigh the shares of a row and a key/value head; empty shares have norm 0 and the lowest maximum."""
+def _combine(acc_ref, top_ref, norm_ref, gate_ref, kv_lens_ref, out_ref, *, shares: int):
+    """Weigh the shares of a row and a query head; empty shares have norm 0 and the lowest maximum."""
     kv_len = kv_lens_ref[pl.program_id(0)]
-    head_dim = acc_ref.shape[2]
-    for number in range(group):
+    padded, head_dim = acc_ref.shape
+    live = jnp.arange(top_ref.shape[0], dtype=jnp.int32) < shares
+    top = jnp.max(plgpu.load(top_ref, mask=live, other=_LOWEST))
 
-        def one_share(share, carry, number=number):
-            top, norm, acc = carry
-            new_top = jnp.maximum(top, top_ref[share, number])
-            shrink, weight = jnp.exp2(top - new_top), jnp.exp2(top_ref[share, number] - new_top)
-            norm = norm * shrink + norm_ref[share, number] * weight
-            return new_top, norm, acc * shrink + acc_ref[share, number] * weight
+    def some_shares(number, carry):
+        norm, acc = carry
+        which = pl.ds(number * _ROWS, _ROWS)
+        live = number * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32) < shares
+        tops = plgpu.load(top_ref.at[which], mask=live, other=_LOWEST)
+        weights = jnp.where(live, jnp.exp2((tops - top) * (head_dim**-0.5 * _LOG2_E)), 0.0)
+        norms = plgpu.load(norm_ref.at[which], mask=live, other=0.0)
+        parts = plgpu.load(acc_ref.at[which], mask=jnp.broadcast_to(live[:, None], (_ROWS, head_dim)), other=0.0)
+        return norm + jnp.sum(weights * norms), acc + jnp.sum(weights[:, None] * parts, axis=0)
 
-        start = jnp.float32(_LOWEST), jnp.float32(0), jnp.zeros((head_dim,), jnp.float32)
-        _, norm, acc = lax.fori_loop(0, shares, one_share, start)
-        gated = acc / norm * lax.logistic(gate_ref[number].astype(jnp.float32))
-        out_ref[number] = jnp.where(kv_len > 0, gated, 0.0).astype(out_ref.dtype)
+    start = jnp.float32(0), jnp.zeros((head_dim,), jnp.float32)
+    norm, acc = lax.fori_loop(0, padded // _ROWS, some_shares, start)
+    gated = acc / norm * lax.logistic(gate_ref[...].astype(jnp.float32))
+    out_ref[...] = jnp.where(kv_len > 0, gated, 0.0).astype(out_ref.dtype)

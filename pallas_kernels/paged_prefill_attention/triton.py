@@ -8,6 +8,7 @@ fill the gaps. Pages that every query of a tile sees whole need no mask; the few
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -17,11 +18,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu_support import full_float32, require, require_nvidia
+from pallas_kernels.gpu_support import full_float32, require, require_nvidia, weighted_sum
 from pallas_kernels.packing import tile_work_list
 
 _LOWEST = -1e30  # start of running maxima: finite, so that no difference is NaN
 _LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What may be tuned.
+
+    Attributes:
+        queries: tokens of a tile.
+        warps: warps of a program.
+        stages: depth of the pipeline that loads keys and values.
+    """
+
+    queries: int = 128
+    warps: int = 8
+    stages: int = 2
 
 
 def supports(target, arguments) -> None:
@@ -33,14 +49,15 @@ def supports(target, arguments) -> None:
 
 
 def paged_prefill_attention(
-    q, gate, kv_pool, layer, page_table, cu_seqlens, kv_lens, *, interpret: bool = False
+    q, gate, kv_pool, layer, page_table, cu_seqlens, kv_lens, *, tiling: Tiling | None = None, interpret: bool = False
 ) -> jax.Array:
     """See :func:`pallas_kernels.paged_prefill_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     num_requests = page_table.shape[0]
     group = num_heads // kv_pool.shape[3]
     # Two warpgroups of 64 rows; float32 runs without tensor cores and unrolls every multiply-add: small tiles.
-    queries, warps, stages = (128, 8, 2) if q.dtype.itemsize == 2 else (32, 4, 1)
+    tiling = tiling or (Tiling() if q.dtype.itemsize == 2 else Tiling(queries=32, warps=4, stages=1))
+    queries = tiling.queries
     offsets = jnp.concatenate([cu_seqlens, jnp.full((1,), num_tokens, cu_seqlens.dtype)])
     totals = jnp.concatenate([kv_lens, jnp.zeros((1,), kv_lens.dtype)])
     tiles = tile_work_list(offsets, num_tokens, queries)
@@ -60,7 +77,7 @@ def paged_prefill_attention(
         in_specs=[whole, tokens, tokens, whole, whole, whole],
         out_specs=tokens,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="paged_prefill_attention",
     )(work, q, gate, kv_pool, layer[None], page_table)
@@ -78,7 +95,7 @@ def _attend(work_ref, q_ref, gate_ref, pool_ref, layer_ref, table_ref, out_ref, 
     positions = first_position + steps
     kv_len = first_position + length  # what the last query of the tile sees
 
-    precision = full_float32(q_ref.dtype)
+    precision, scale = full_float32(q_ref.dtype), head_dim**-0.5 * _LOG2_E
 
     @pl.when(length > 0)
     def _():
@@ -88,7 +105,7 @@ def _attend(work_ref, q_ref, gate_ref, pool_ref, layer_ref, table_ref, out_ref, 
             top, norm, acc = carry
             page = table_ref[request, number]
             key = pool_ref[layer, page, 0, kv_head]  # [Z, H]
-            scores = plgpu.dot(q, key, trans_b=True, precision=precision) * (head_dim**-0.5 * _LOG2_E)
+            scores = plgpu.dot(q, key, trans_b=True, precision=precision)
             if masked:
                 where = number * page_size + jnp.arange(page_size, dtype=jnp.int32)
                 scores = jnp.where(where[None, :] <= jnp.minimum(positions, kv_len - 1)[:, None], scores, -jnp.inf)
@@ -97,10 +114,11 @@ def _attend(work_ref, q_ref, gate_ref, pool_ref, layer_ref, table_ref, out_ref, 
             else:
                 value = pool_ref[layer, page, 1, kv_head]
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores - new_top[:, None])
-            shrink = jnp.exp2(top - new_top)
+            weights = jnp.exp2((scores - new_top[:, None]) * scale)
+            shrink = jnp.exp2((top - new_top) * scale)
             norm = norm * shrink + jnp.sum(weights, axis=1)
-            acc = acc * shrink[:, None] + plgpu.dot(weights.astype(value.dtype), value, precision=precision)
+            # Queries of few keys lie at the diagonal: there a rounded weight would show, so both its halves count.
+            acc = acc * shrink[:, None] + weighted_sum(weights, value, exact=masked)
             return new_top, norm, acc
 
         carry = (

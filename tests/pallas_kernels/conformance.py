@@ -56,11 +56,11 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("kv_write", "reference"): Tolerance(exact=2e-6, roundoffs=2),
     ("paged_prefill_attention", "reference"): Tolerance(exact=1e-5, roundoffs=2),
     ("paged_decode_attention", "reference"): Tolerance(exact=1e-5, roundoffs=2),
-    # On tensor cores the softmax weights are rounded to the activation dtype before they meet the values: an error of
-    # one roundoff of sum p |v|, several times |output| where values cancel (3 to 5 roundoffs seen on few keys).
     ("kv_write", "triton"): Tolerance(exact=2e-6, roundoffs=2),
-    ("paged_prefill_attention", "triton"): Tolerance(exact=1e-5, roundoffs=8),
-    ("paged_decode_attention", "triton"): Tolerance(exact=1e-5, roundoffs=8),
+    # Away from the diagonal the softmax weights meet the values rounded to the activation dtype. In float32 the products
+    # are chains of multiply-adds, 32k of them in a row on the longest prefix of this suite (1.6e-5 seen).
+    ("paged_prefill_attention", "triton"): Tolerance(exact=3e-5, roundoffs=4),
+    ("paged_decode_attention", "triton"): Tolerance(exact=1e-5, roundoffs=2),
 }
 
 

@@ -29,7 +29,7 @@ OPS = ("kv_write", "paged_decode_attention", "paged_prefill_attention")
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 ABSTRACT_H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 ON_H200 = jax.sharding.AbstractMesh((), (), abstract_device=ABSTRACT_H200)
-SMALL = ModelShape("small", num_heads=3, num_kv_heads=1, num_k_heads=1, num_v_heads=1)
+SMALL = ModelShape("small", num_heads=2, num_kv_heads=1, num_k_heads=1, num_v_heads=1)
 
 
 def abstract(spec: Spec):
@@ -48,10 +48,10 @@ def distinct(op: str) -> list[Spec]:
     """One spec of each kernel that all specs need: other sizes only change a grid and strides."""
     kernels = {}
     for spec in specs_of(op).values():
-        shares = spec.model.num_heads // spec.model.num_kv_heads, 0
+        group, several = spec.model.num_heads // spec.model.num_kv_heads, None
         if op == "paged_decode_attention":
-            shares = shares[0], min(2, num_shares(len(spec.kv_lens), spec.model.num_kv_heads, max(spec.kv_lens) // 64))
-        kernels[shares] = spec
+            several = num_shares(len(spec.kv_lens), spec.model.num_kv_heads, max(spec.kv_lens) // 64) > 1
+        kernels.setdefault((group, several), spec)
     return list(kernels.values())
 
 
@@ -80,9 +80,9 @@ def test_lowers_in_float32(op):
     assert "__gpu$xla.gpu.triton" in lowered_for_h200(spec)
 
 
-def test_all_specs_are_taken_on_an_h200():
+def test_every_model_is_taken_on_an_h200():
     for op in OPS:
-        for spec in specs_of(op).values():
+        for spec in {spec.model: spec for spec in specs_of(op).values()}.values():
             arguments, options = abstract(spec)
             get_op(op).implementations[NAME].supports(H200, arguments | options)
 
@@ -134,7 +134,7 @@ def test_declines_what_it_cannot_run():
     for supports in (decode, prefill):
         supports(H200, arguments)
         with pytest.raises(UnsupportedArguments, match="takes head dim 256, not 128"):
-            narrow = jax.ShapeDtypeStruct((1, 3, 128), jnp.bfloat16)
+            narrow = jax.ShapeDtypeStruct((1, 2, 128), jnp.bfloat16)
             supports(H200, arguments | {"q": narrow})
         with pytest.raises(UnsupportedArguments, match="takes pages of 64, not 32"):
             supports(H200, arguments | {"kv_pool": jax.ShapeDtypeStruct((1, 4, 2, 1, 32, 256), jnp.bfloat16)})
@@ -180,7 +180,7 @@ def test_pools_past_two_gigaelements(op):
         assert worst_error(pool[:, -used:], want[1]) < 2 * ROUNDOFF["bfloat16"]
         assert not pool[:, :-used].any()
         got = q_out
-    assert worst_error(got, want[0]) < 8 * ROUNDOFF["bfloat16"]
+    assert worst_error(got, want[0]) < 4 * ROUNDOFF["bfloat16"]
 
 
 @pytest.mark.gpu
@@ -194,7 +194,7 @@ def test_real_heads_at_odd_batches(model, rows):
     case = host(spec.case(rows, poison=True))
     want = oracle.paged_decode_attention(**case.arguments)[0]
     got = pallas_kernels.paged_decode_attention(**case.arguments, implementation=NAME)
-    assert worst_error(got, want) < 8 * ROUNDOFF["bfloat16"]
+    assert worst_error(got, want) < 2 * ROUNDOFF["bfloat16"]
     assert not np.asarray(got)[lengths == 0].any()
 
 
@@ -212,5 +212,5 @@ def test_ragged_prefill_on_real_heads(model):
     case = host(spec.case(3, poison=True))
     want = oracle.paged_prefill_attention(**case.arguments)[0]
     got = pallas_kernels.paged_prefill_attention(**case.arguments, implementation=NAME)
-    assert worst_error(got, want) < 8 * ROUNDOFF["bfloat16"]
+    assert worst_error(got, want) < 4 * ROUNDOFF["bfloat16"]
     assert not np.asarray(got)[want == 0].any()
