@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.packing import TokenOwners, token_owners
 from qwen35_jax import sampling
 from qwen35_jax.cache import PAGE_SIZE, Cache, cache_shapes
 from qwen35_jax.config import ModelConfig
@@ -210,14 +211,12 @@ def _token_places(page_table: jax.Array, owner: jax.Array, position: jax.Array, 
     return jnp.where(valid, page, 0), jnp.where(valid, position % PAGE_SIZE, 0)
 
 
-def _prefill_inputs(fields: Mapping[str, jax.Array], bucket: Bucket) -> tuple[PrefillInputs, jax.Array]:
-    """Prefill inputs of the model, and the request index of every token (pads belong to the last one)."""
+def _prefill_inputs(fields: Mapping[str, jax.Array], bucket: Bucket) -> tuple[PrefillInputs, TokenOwners]:
+    """Prefill inputs of the model, and the owner of every token."""
     cu, starts = fields["cu_seqlens"], fields["starts"]
-    index = jnp.arange(bucket.tokens, dtype=jnp.int32)
-    owner = jnp.clip(jnp.searchsorted(cu, index, side="right").astype(jnp.int32) - 1, 0, bucket.requests - 1)
-    valid = index < cu[-1]
-    position = jnp.where(valid, starts[owner] + index - cu[owner], 0)
-    page_ids, page_offsets = _token_places(fields["prefill_pages"], owner, position, valid)
+    owners = token_owners(cu, bucket.tokens)
+    position = jnp.where(owners.real, starts[owners.request] + owners.offset, 0)
+    page_ids, page_offsets = _token_places(fields["prefill_pages"], owners.request, position, owners.real)
     lengths = cu[1:] - cu[:-1]
     inputs = PrefillInputs(
         tokens=fields["tokens"],
@@ -230,7 +229,7 @@ def _prefill_inputs(fields: Mapping[str, jax.Array], bucket: Bucket) -> tuple[Pr
         page_table=fields["prefill_pages"],
         kv_lens=jnp.where(lengths > 0, starts + lengths, 0),
     )
-    return inputs, jnp.where(valid, owner, bucket.requests - 1)
+    return inputs, owners
 
 
 def _decode_inputs(fields: Mapping[str, jax.Array], bucket: Bucket, last_token: jax.Array, step) -> DecodeInputs:
@@ -274,13 +273,13 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
         fields = layout.unpack(packed)
         prefill = decode = None
         if with_prefill:
-            prefill, owner = _prefill_inputs(fields, bucket)
+            prefill, owners = _prefill_inputs(fields, bucket)
             slots, starts = fields["prefill_slots"], fields["starts"]
             with jax.named_scope("admit"):
                 sampler = sampling.admit(state.sampler, slots, fields["sampler_rows"], starts == 0)
                 if key.variant == "full":
-                    valid = jnp.arange(bucket.tokens) < fields["cu_seqlens"][-1]
-                    sampler = sampling.record_prompt(sampler, fields["tokens"], jnp.where(valid, slots[owner], 0))
+                    token_slots = jnp.where(owners.real, slots[owners.request], 0)
+                    sampler = sampling.record_prompt(sampler, fields["tokens"], token_slots)
                 state = state._replace(sampler=sampler)
 
         if key.kind == "decode":
