@@ -7,11 +7,12 @@ import functools
 import jax
 
 from pallas_kernels import checks, registry
-from pallas_kernels.causal_conv import reference
+from pallas_kernels.causal_conv import mosaic_sm90, reference
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("causal_conv")
 OP.register(registry.REFERENCE, reference.causal_conv, priority=0)
+OP.register("mosaic_sm90", mosaic_sm90.causal_conv, priority=20, supports=mosaic_sm90.supports)
 
 
 def causal_conv(

@@ -26,7 +26,7 @@ from pallas_kernels.numerics import L2_EPSILON, silu
 DIM = 128  # Dk and Dv: a thread of the warpgroup for each channel of a head
 TILE = 64  # value dims of a tile
 STAGES = 2
-MAX_GROUP = 16  # value heads of a key head whose vectors are kept in shared memory
+MAX_GROUP = 4  # value heads of a key head: the most that were ever tried; each keeps its inputs in registers
 
 _TILE_LAYOUT = plgpu.Layout.WGMMA
 _ROWS = plgpu.Layout.WGMMA.reduce(1)  # a vector over value dims, as a sum over key dims leaves it
@@ -74,7 +74,10 @@ def gdn_decode(
         body,
         out_type=[jax.ShapeDtypeStruct(z.shape, z.dtype)],
         mesh=plgpu.Mesh(grid=(num_k_heads, rows), grid_names=("key_head", "row")),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        # Barriers are placed by hand, with commit_smem: what a thread reads and writes itself needs none.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
         interpret=interpret,
         name="gdn_decode",
     )
@@ -113,7 +116,7 @@ def _kernel(
             channels = pl.ds((first_head + member) * DIM, DIM)
             y_ref[row, channels] = plgpu.layout_cast(jnp.zeros((DIM,), y_ref.dtype), _CHANNELS)
 
-    def live(tiles_ref, loaded, query_ref, key_ref, values_ref, outs_ref):
+    def live(tiles_ref, loaded, query_ref, key_ref, values_ref, gates_ref, outs_ref):
         tiles = group * (DIM // TILE)
         stages = min(STAGES, tiles)
 
@@ -127,21 +130,33 @@ def _kernel(
         for tile in range(stages):
             fetch(jnp.int32(tile), tile)
 
-        # The small part, while the first tiles are on their way.
-        convolve = functools.partial(_convolve, qkv_ref, conv_weight_ref, conv_ref, layer=layer, slot=slot, row=row)
-        query = convolve(key_head * DIM)
+        # The small part, while the first tiles are on their way. All its loads come before its first use of one.
+        pieces = [key_head, num_k_heads + key_head] + [2 * num_k_heads + first_head + m for m in range(group)]
+        pieces = [pl.ds(piece * DIM, DIM) for piece in pieces]
+        windows = [_load_window(qkv_ref.at[row], conv_ref.at[layer, slot], channels) for channels in pieces]
+        taps = [_load_rows(conv_weight_ref, 4, channels) for channels in pieces]
+        heads = [pl.ds((first_head + member) * DIM, DIM) for member in range(group)]
+        gates = [plgpu.load(z_ref.at[row, channels], layout=_CHANNELS) for channels in heads]
+        norm_weight = plgpu.load(norm_weight_ref, layout=_CHANNELS)
+        for member in range(group):
+            beta, kept = _gates(b_ref, a_ref, A_log_ref, dt_bias_ref, row, first_head + member)
+            gates_ref[2 * member], gates_ref[2 * member + 1] = beta, kept
+        for channels, window in zip(pieces, windows, strict=True):
+            for place in range(3):
+                conv_ref[layer, slot, place, channels] = window[place + 1]
+        query, key, *values = (_convolve(window, tap) for window, tap in zip(windows, taps, strict=True))
         query_ref[...] = query * (lax.rsqrt(jnp.sum(query * query) + L2_EPSILON) * DIM**-0.5)
-        key = convolve((num_k_heads + key_head) * DIM)
         key_ref[...] = key * lax.rsqrt(jnp.sum(key * key) + L2_EPSILON)
         for member in range(group):
-            values_ref[member] = convolve((2 * num_k_heads + first_head + member) * DIM)
+            values_ref[member] = values[member]
+        plgpu.commit_smem()
 
         @pl.loop(0, tiles)
         def _(tile):
             stage = lax.rem(tile, stages)
             member, half = tile // (DIM // TILE), lax.rem(tile, DIM // TILE)
             value_dims = pl.ds(half * TILE, TILE)
-            beta, kept = _gates(b_ref, a_ref, A_log_ref, dt_bias_ref, row, first_head + member)
+            beta, kept = gates_ref[2 * member], gates_ref[2 * member + 1]
             query = lax.broadcast_in_dim(plgpu.load(query_ref, layout=_COLUMNS), (TILE, DIM), [1])
             key = lax.broadcast_in_dim(plgpu.load(key_ref, layout=_COLUMNS), (TILE, DIM), [1])
             value = plgpu.load(values_ref.at[member, value_dims], layout=_ROWS)
@@ -163,14 +178,11 @@ def _kernel(
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 fetch(following, lax.rem(following, stages))
 
-        norm_weight = plgpu.load(norm_weight_ref, layout=_CHANNELS)
-        for member in range(group):
-            channels = pl.ds((first_head + member) * DIM, DIM)
+        for member, channels in enumerate(heads):
             out = plgpu.load(outs_ref.at[member], layout=_CHANNELS).astype(y_ref.dtype).astype(jnp.float32)
-            gate = silu(plgpu.load(z_ref.at[row, channels], layout=_CHANNELS).astype(jnp.float32))
-            y = norm_weight * (out * lax.rsqrt(jnp.sum(out * out) * (1 / DIM) + eps)) * gate
-            y_ref[row, channels] = y.astype(y_ref.dtype)
-        plgpu.wait_smem_to_gmem(0)
+            normed = norm_weight * (out * lax.rsqrt(jnp.sum(out * out) * (1 / DIM) + eps))
+            y_ref[row, channels] = (normed * silu(gates[member].astype(jnp.float32))).astype(y_ref.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
 
     @pl.when(slot != 0)
     def _():
@@ -185,22 +197,28 @@ def _kernel(
             plgpu.SMEM((DIM,), jnp.float32),
             plgpu.SMEM((DIM,), jnp.float32),
             plgpu.SMEM((group, DIM), jnp.float32),
+            plgpu.SMEM((2 * group,), jnp.float32),
             plgpu.SMEM((group, DIM), jnp.float32),
         )
 
 
-def _convolve(qkv_ref, weight_ref, conv_ref, first_channel, *, layer, slot, row):
-    """Convolution and SiLU of 128 channels, float32[128] rounded to the activation dtype; shifts their tail."""
-    channels = pl.ds(first_channel, DIM)
-    new = plgpu.load(qkv_ref.at[row, channels], layout=_CHANNELS)
-    window = [plgpu.load(conv_ref.at[layer, slot, place, channels], layout=_CHANNELS) for place in range(3)] + [new]
-    taps = [plgpu.load(weight_ref.at[tap, channels], layout=_CHANNELS) for tap in range(4)]
+def _load_rows(ref, rows: int, channels) -> list[jax.Array]:
+    """128 channels of each of the first rows of a [rows, C] array."""
+    return [plgpu.load(ref.at[row, channels], layout=_CHANNELS) for row in range(rows)]
+
+
+def _load_window(new_ref, tail_ref, channels) -> list[jax.Array]:
+    """The last four inputs of 128 channels, oldest first: tail [3, C], then the new one [C]."""
+    return [*_load_rows(tail_ref, 3, channels), plgpu.load(new_ref.at[channels], layout=_CHANNELS)]
+
+
+def _convolve(window: list[jax.Array], taps: list[jax.Array]) -> jax.Array:
+    """Convolution and SiLU, float32[128] rounded to the activation dtype where the definition rounds."""
+    dtype = window[0].dtype
     total = window[0].astype(jnp.float32) * taps[0].astype(jnp.float32)
     for raw, tap in zip(window[1:], taps[1:], strict=True):
         total = total + raw.astype(jnp.float32) * tap.astype(jnp.float32)
-    for place in range(3):
-        conv_ref[layer, slot, place, channels] = window[place + 1]
-    return silu(total.astype(new.dtype).astype(jnp.float32)).astype(new.dtype).astype(jnp.float32)
+    return silu(total.astype(dtype).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
 
 
 def _gates(b_ref, a_ref, A_log_ref, dt_bias_ref, row, head):
