@@ -27,7 +27,7 @@ from qwen35_jax.packing import LiveRequest, decode_values, prefill_values, varia
 from qwen35_jax.prefill_device import Flight, PrefillDevice
 from qwen35_jax.programs import CompileCounter, ProgramSet, fetch, free_device_state, init_device_state
 from qwen35_jax.sampling import request_key, row_words
-from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from qwen35_jax.steps import DeviceState, ProgramKey, ProgramKind, ResultRows
 from schedulers import Bucket, Chunk, DecodeRow, Plan, Released, Request, RequestRejected, Scheduler
 from schedulers.trace import StepTrace
@@ -37,7 +37,6 @@ __all__ = ["Engine", "EngineError", "EngineOutput", "RequestRejected", "TokenLog
 log = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-DEFAULT_MAX_TOKENS = 4096
 _TRACE_RECORDS = 200_000  # steps remembered: a night's job must not grow with its length
 _MAX_FAILURES = 3  # failed dispatches, with no request ended well between them, that make the engine give up
 
@@ -220,7 +219,7 @@ class Engine:
                     f"the prompt has {prompt.size} tokens, which leaves no room for output: max_model_len is "
                     f"{self.max_model_len}"
                 )
-            max_tokens = min(DEFAULT_MAX_TOKENS, room)
+            max_tokens = min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room)
         if params.min_tokens > max_tokens:
             raise RequestRejected(f"min_tokens={params.min_tokens} is more than max_tokens={max_tokens}")
         seed = params.seed if params.seed is not None else self.config.seed

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.registry import AUTO, all_ops
 from qwen35_jax import runtime
-from qwen35_jax.cache import MemoryPlan, MemoryPlanError, pages_for, plan_memory, tree_bytes
+from qwen35_jax.cache import (
+    MemoryPlan,
+    MemoryPlanError,
+    page_bytes,
+    pages_for,
+    plan_memory,
+    sampler_row_bytes,
+    slot_bytes,
+    tree_bytes,
+)
 from qwen35_jax.checkpoint import load_model_params, read_model_config
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine import Engine
@@ -23,6 +32,7 @@ from qwen35_jax.prefill_device import PrefillDevice
 from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.progress import ProgressFn, silent
 from qwen35_jax.steps import VARIANTS, DeviceState, ProgramKey, StepSpec, device_state_shapes
+from qwen35_jax.transfer import in_transit_bytes, transfer_widths
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler, SchedulerConfig
 from schedulers.buckets import TOKENS_PER_REQUEST
@@ -32,7 +42,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CPU_MODEL_LEN = 4096  # default context of the CPU backend: its page tables are scanned in full, so width costs time
+_CPU_MODEL_LEN = 4096  # default context of the CPU backend
+_DEVICE_OVERLAP_MODEL_LEN = 32768  # default context of `device` overlap: whole prompts are in transit, beside the pools
+_LAUNCH_PROMPTS = 32  # most prompts of a launch in `device` overlap, so that what is in transit is bounded
 
 
 def create_engine(
@@ -118,7 +130,9 @@ def build_engine(
     plan = _plan(config, model_config, pack, main, dtype, state_dtype)
     scheduler_config, ladder, staging = _sizes(config, model_config, plan, dtype, state_dtype, main.platform, ladder)
     if staging is not None and other is not None:
-        _check_staging(plan, tree_bytes(staging), runtime.memory_limit(other, config.gpu_memory_utilization))
+        limit = runtime.memory_limit(other, config.gpu_memory_utilization)
+        # CPU devices share the host's memory: what the main one has planned is gone.
+        _check_staging(plan, tree_bytes(staging), limit - plan.total if other.platform == "cpu" else limit)
     say(f"device: {main.device_kind}; dtype {dtype.name}, state {state_dtype.name}, kernels {config.kernels}")
     say(f"memory plan:\n{plan.describe()}")
     say(
@@ -133,7 +147,7 @@ def build_engine(
     spec = StepSpec(pack, num_valid)
     params = load(main, dtype)
     shapes = device_state_shapes(model_config, plan.num_pages, plan.num_seqs + 1, dtype, state_dtype)
-    widths = ladder.prefill_axes.widths
+    widths = transfer_widths(ladder.max_width)
     programs = ProgramSet(
         spec,
         main,
@@ -189,13 +203,24 @@ def _plan(
 ) -> MemoryPlan:
     longest = model_config.max_position_embeddings
     if config.max_model_len is None:
-        max_model_len = min(longest, _CPU_MODEL_LEN) if device.platform == "cpu" else longest
+        max_model_len = longest
+        if config.decode_overlap == "device":
+            max_model_len = min(max_model_len, _DEVICE_OVERLAP_MODEL_LEN)
+        if device.platform == "cpu":
+            max_model_len = min(max_model_len, _CPU_MODEL_LEN)
     elif config.max_model_len > longest:
         raise UserInputError(
             f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={longest}"
         )
     else:
         max_model_len = config.max_model_len
+    staging = 0
+    if config.decode_overlap == "device":
+        slots, pages = _staging_sizes(config, max_model_len, config.max_num_seqs)
+        staging = in_transit_bytes(
+            slots * (slot_bytes(model_config, dtype, state_dtype) + sampler_row_bytes(model_config)),
+            pages * page_bytes(model_config, dtype),
+        )
     # A program samples for its decode rows or its prompts, the unified one for both.
     sampled_rows = config.max_num_seqs
     if config.decode_overlap == "stream":
@@ -212,7 +237,16 @@ def _plan(
         max_num_batched_tokens=config.max_num_batched_tokens,
         sampled_rows=sampled_rows,
         num_kv_pages=config.num_kv_pages,
+        staging=staging,
     )
+
+
+def _staging_sizes(config: EngineConfig, max_model_len: int, max_num_seqs: int) -> tuple[int, int]:
+    """Slots and pages that launches in flight may hold, the null ones not counted."""
+    prompts = min(max_num_seqs, max(1, config.max_num_batched_tokens // TOKENS_PER_REQUEST), _LAUNCH_PROMPTS)
+    # A launch holds at most one prompt of full length beside what its token budget covers.
+    pages = pages_for(max_model_len) + pages_for(config.max_num_batched_tokens) + prompts
+    return config.async_chunks * prompts, config.async_chunks * pages
 
 
 def _sizes(
@@ -239,10 +273,8 @@ def _sizes(
         ladder = _default_ladder(limits, platform)
     if config.decode_overlap != "device":
         return limits, ladder, None
-    # A launch holds at most one prompt of full length beside what its token budget covers.
-    per_launch = pages_for(plan.max_model_len) + pages_for(config.max_num_batched_tokens) + ladder.max_requests
-    staging_slots = config.async_chunks * (ladder.max_requests + 1) + 1
-    staging_pages = config.async_chunks * per_launch + 1
+    slots, pages = _staging_sizes(config, plan.max_model_len, plan.num_seqs)
+    staging_slots, staging_pages = slots + 1, pages + 1
     limits = dataclasses.replace(
         limits,
         overlap="device",

@@ -21,6 +21,8 @@ from qwen35_jax.cache import Cache
 from qwen35_jax.steps import DeviceState, ProgramKey, StepSpec, layout_of, make_step
 from qwen35_jax.transfer import make_extract, make_fill, make_merge, transfer_bytes
 
+_WARM_TRANSFER_BYTES = 256 << 20  # larger merges are not run at warm-up: their data would have to come from the host
+
 
 def init_device_state(shapes: DeviceState, device: jax.Device) -> DeviceState:
     """Allocate a device's pools and records on the device itself."""
@@ -146,6 +148,12 @@ class ProgramSet:
             layout = self._layouts[key.kind, key.bucket]
             state, results = self.run(key, state, {n: np.zeros(s, np.int32) for n, s in layout.fields.items()})
             results.block_until_ready()
+        for width in self._extract_widths:
+            self.extract(state, width, 0, ()).block_until_ready()
+        for width in self._merge_widths:
+            if transfer_bytes(self.shapes, width) <= _WARM_TRANSFER_BYTES:
+                data = self.put(np.zeros(transfer_bytes(self.shapes, width), np.uint8))
+                state = self.merge(state, width, data, 0, ())
         return self.fill(state, 0.0, 0, ())
 
     def memory(self) -> dict[str, Any]:

@@ -9,13 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qwen35_jax.outputs import CompletionOutput, RequestError, RequestOutput
-from qwen35_jax.sampling_params import SamplingParams, SamplingParamsError
+from qwen35_jax.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, SamplingParamsError
 
 if TYPE_CHECKING:
     from qwen35_jax.text import Tokenizer
-
-DEFAULT_MAX_TOKENS = 4096
-"""Output tokens of a request that does not say, if the context has that much room."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [int, ...]}``."""

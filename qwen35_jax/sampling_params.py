@@ -35,6 +35,10 @@ class SamplingParamsError(ValueError):
         self.field = field
 
 
+DEFAULT_MAX_TOKENS = 4096
+"""Output tokens of a request that does not say, if the context has that much room."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling options of one request; names as users of vLLM know them.

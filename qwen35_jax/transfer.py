@@ -13,6 +13,16 @@ from qwen35_jax.cache import Cache
 from qwen35_jax.steps import DeviceState
 
 
+def transfer_widths(max_width: int) -> tuple[int, ...]:
+    """Page counts with a transfer program: powers of two and the largest, so no transfer is twice its need."""
+    return (*(1 << i for i in range((max_width - 1).bit_length())), max_width)
+
+
+def in_transit_bytes(slots: int, pages: int) -> int:
+    """Most bytes of extracted requests between the pools, from the bytes of all slots and pages they may hold."""
+    return slots + 2 * pages
+
+
 def transfer_bytes(shapes: DeviceState, width: int) -> int:
     """Bytes of an extracted request with ``width`` pages."""
     return sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in _row_structs(shapes, width))

@@ -16,6 +16,7 @@ from qwen35_jax.engine import Engine, EngineOutput, TokenLogprob
 from qwen35_jax.prefill_device import PrefillDevice
 from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.transfer import transfer_widths
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler
 
@@ -83,13 +84,19 @@ class Kit:
         first.close()
 
     def engine(
-        self, *, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, **changes
+        self,
+        *,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        async_chunks: int | None = None,
+        **changes,
     ) -> Engine:
         """A fresh engine: empty pools, new scheduler, the same programs.
 
         Args:
             max_num_seqs: fewer sequences than the programs were made for.
             max_num_batched_tokens: fewer prefill tokens a step.
+            async_chunks: fewer chunks in flight (``device``).
             **changes: options that do not change any program.
         """
         limits = dataclasses.replace(
@@ -97,6 +104,7 @@ class Kit:
             max_num_seqs=max_num_seqs or self.limits.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or self.limits.max_num_batched_tokens,
             policy=changes.get("scheduler_policy", self.limits.policy),
+            max_chunks_in_flight=self.limits.max_chunks_in_flight if async_chunks is None else async_chunks,
         )
         options = dataclasses.replace(self.options, **changes)
         prefill_device = None
@@ -104,7 +112,7 @@ class Kit:
             prefill_device = PrefillDevice(
                 self.other,
                 init_device_state(self.other.shapes, self.other.device),
-                self.ladder.prefill_axes.widths,
+                transfer_widths(self.ladder.max_width),
                 poison=options.debug_poison,
             )
         state = init_device_state(self.programs.shapes, self.programs.device)
@@ -136,7 +144,8 @@ def kit(name: str) -> Kit:
         case "stream":
             return Kit(replace(decode_overlap="stream", max_num_batched_tokens=128), one | {"token_rungs": [128]})
         case "device":
-            return Kit(replace(decode_overlap="device", max_num_batched_tokens=128), one | {"token_rungs": [128]})
+            options = replace(decode_overlap="device", max_num_batched_tokens=128, decode_steps=8, async_chunks=2)
+            return Kit(options, one | {"token_rungs": [128]})
         case "k8":
             return Kit(replace(decode_steps=8), one | {"row_rungs": [1, 8]})
     raise ValueError(name)

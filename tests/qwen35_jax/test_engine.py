@@ -19,6 +19,7 @@ from qwen35_jax.loading import create_engine
 from qwen35_jax.programs import init_device_state
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.steps import ProgramKey
+from qwen35_jax.transfer import in_transit_bytes, transfer_bytes, transfer_widths
 from schedulers import RequestRejected
 from tests.engine_kit import EOS, NUM_VALID, Job, Result, assert_same, drain, kit, mixed_jobs, run, submit_all
 
@@ -67,6 +68,11 @@ def test_results_read_at_once_equal_results_read_late(mode, jobs, solo):
 @pytest.mark.parametrize("mode", ("off", "stream", "device"))
 def test_any_split_of_a_prompt(mode, jobs, solo):
     assert_same(run(kit(mode).engine(max_num_batched_tokens=64), jobs), solo)
+
+
+def test_one_chunk_in_flight_equals_two(jobs, solo):
+    engine = kit("device").engine(max_num_seqs=5, max_num_batched_tokens=64, async_chunks=1, debug_poison=True)
+    assert_same(run(engine, jobs), solo)
 
 
 def test_overlap_modes_really_overlap(jobs):
@@ -390,7 +396,7 @@ def test_close_with_work_under_way(jobs):
 
 
 def test_no_admission_while_a_chunk_is_in_flight(jobs):
-    engine = kit("device").engine(max_num_seqs=2, max_num_batched_tokens=64)
+    engine = kit("device").engine(max_num_seqs=2, max_num_batched_tokens=64, async_chunks=1)
     submit_all(engine, jobs)
     held = 0
     while engine.has_work:
@@ -423,6 +429,16 @@ def test_programs_update_the_pools_in_place(mode):
             small = isinstance(key, ProgramKey) and key.kind == "decode"
             scratch = memory.temp_size_in_bytes
             assert scratch < (state_bytes if small else kv_bytes), f"{key}: {scratch} bytes of scratch"
+
+
+def test_transfers_are_planned_and_never_twice_their_need():
+    widths = transfer_widths(11)
+    assert widths == (1, 2, 4, 8, 11)
+    for pages in range(1, 12):
+        assert min(w for w in widths if w >= pages) < 2 * pages
+    device = kit("device")
+    biggest = transfer_bytes(device.programs.shapes, 8)
+    assert biggest < in_transit_bytes(tree_bytes(device.other.shapes), tree_bytes(device.other.shapes.cache.kv))
 
 
 def test_compile_counter_sees_compiles():
