@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.registry import Target, UnsupportedArguments
 
 
-def require_nvidia(target: Target, *, at_least: tuple[int, int]) -> None:
+def require_nvidia(target: Target, *, at_least: tuple[int, int], before: tuple[int, int] | None = None) -> None:
     """Decline anything but an NVIDIA GPU of a compute capability.
 
     Devices that do not tell their capability (those that stand for a GPU that is not here) are taken by their name.
@@ -18,6 +18,7 @@ def require_nvidia(target: Target, *, at_least: tuple[int, int]) -> None:
     Args:
         target: the device of the call.
         at_least: lowest compute capability, (major, minor).
+        before: lowest one that is too new; None takes every later one.
 
     Raises:
         UnsupportedArguments: another device.
@@ -29,6 +30,9 @@ def require_nvidia(target: Target, *, at_least: tuple[int, int]) -> None:
         if found < at_least:
             wanted = ".".join(map(str, at_least))
             raise UnsupportedArguments(f"needs compute capability {wanted}, the device has {target.compute_capability}")
+        if before is not None and found >= before:
+            limit = ".".join(map(str, before))
+            raise UnsupportedArguments(f"is for devices before {limit}, this one has {target.compute_capability}")
 
 
 def require(condition: bool, message: str) -> None:
@@ -46,7 +50,9 @@ def full_float32(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize == 4 else None
 
 
-def weighted_sum(weights: jax.Array, values: jax.Array, *, exact: bool = True) -> jax.Array:
+def weighted_sum(
+    weights: jax.Array, values: jax.Array, *, exact: bool = True, onto: jax.Array | None = None
+) -> jax.Array:
     """``weights @ values`` inside a Triton kernel.
 
     Args:
@@ -54,12 +60,15 @@ def weighted_sum(weights: jax.Array, values: jax.Array, *, exact: bool = True) -
         values: [S, H].
         exact: 16-bit values only: carry the weights as two numbers of their dtype (16 mantissa bits for bfloat16) in
             two products. Otherwise they are rounded once, an error of one roundoff of ``sum |weight value|``.
+        onto: f32[M, H] to add to, one product after the other, so that all share one accumulator.
 
     Returns:
         f32[M, H].
     """
     high = weights.astype(values.dtype)
     total = plgpu.dot(high, values, precision=full_float32(values.dtype))
+    if onto is not None:
+        total = onto + total
     if exact and values.dtype.itemsize == 2:
-        total += plgpu.dot((weights - high.astype(jnp.float32)).astype(values.dtype), values)
+        total = total + plgpu.dot((weights - high.astype(jnp.float32)).astype(values.dtype), values)
     return total

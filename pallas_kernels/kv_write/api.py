@@ -12,7 +12,7 @@ from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("kv_write")
 OP.register(registry.REFERENCE, reference.kv_write, priority=0)
-OP.register("triton", triton.kv_write, priority=-1, supports=triton.supports)
+OP.register("triton", triton.kv_write, priority=10, supports=triton.supports)
 
 
 def kv_write(

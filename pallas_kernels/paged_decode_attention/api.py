@@ -12,7 +12,7 @@ from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("paged_decode_attention")
 OP.register(registry.REFERENCE, reference.paged_decode_attention, priority=0)
-OP.register("triton", triton.paged_decode_attention, priority=-1, supports=triton.supports)
+OP.register("triton", triton.paged_decode_attention, priority=10, supports=triton.supports)
 
 
 def paged_decode_attention(

@@ -45,7 +45,7 @@ class Tiling:
 
 def supports(target, arguments) -> None:
     """Head dim 256, pages of 64, at most 16 query heads a key/value head, any activation dtype."""
-    require_nvidia(target, at_least=(8, 0))
+    require_nvidia(target, at_least=(9, 0), before=(10, 0))  # others have less shared memory, or were never tried
     num_heads, head_dim = arguments["q"].shape[1:]
     num_kv_heads, page_size = arguments["kv_pool"].shape[3:5]
     require(head_dim == 256, f"takes head dim 256, not {head_dim}")

@@ -12,7 +12,8 @@ from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("paged_prefill_attention")
 OP.register(registry.REFERENCE, reference.paged_prefill_attention, priority=0)
-OP.register("triton", triton.paged_prefill_attention, priority=-1, supports=triton.supports)
+OP.register("triton_chained", triton.chained_paged_prefill_attention, priority=-1, supports=triton.supports)
+OP.register("triton", triton.paged_prefill_attention, priority=10, supports=triton.supports)
 
 
 def paged_prefill_attention(

@@ -55,11 +55,11 @@ def distinct(op: str) -> list[Spec]:
     return list(kernels.values())
 
 
-def lowered_for_h200(spec: Spec) -> str:
+def lowered_for_h200(spec: Spec, implementation: str = NAME) -> str:
     arguments, options = abstract(spec)
 
     def program(arguments):
-        return getattr(pallas_kernels, spec.op)(**arguments, **options, implementation=NAME)
+        return getattr(pallas_kernels, spec.op)(**arguments, **options, implementation=implementation)
 
     with jax.sharding.use_abstract_mesh(ON_H200):
         return jax.jit(program).trace(arguments).lower(lowering_platforms=("cuda",)).as_text()
@@ -72,6 +72,16 @@ def test_lowers_for_an_h200(spec):
     text = lowered_for_h200(spec)
     assert "__gpu$xla.gpu.triton" in text
     assert ("output_operand_alias<" in text) == bool(spec.pools), "a pool is not updated in place"
+
+
+def test_the_chained_prefill_lowers():
+    assert "__gpu$xla.gpu.triton" in lowered_for_h200(distinct("paged_prefill_attention")[0], "triton_chained")
+
+
+def test_auto_chooses_these_kernels_on_an_h200():
+    for op in OPS:
+        arguments, options = abstract(distinct(op)[0])
+        assert get_op(op).select("auto", arguments | options, target=H200).name == NAME
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -96,6 +106,10 @@ INTERPRETED = (
             name="", model=SMALL, lengths=(5, 0, 37), prefixes=(70, 0, 0), num_pads=3, num_layers=2
         ),
         {},
+    ),
+    (
+        PagedPrefillAttentionSpec(name="", model=SMALL, lengths=(3,), prefixes=(70,), num_pads=1),
+        {"chained": True},
     ),
 )
 
@@ -140,8 +154,10 @@ def test_declines_what_it_cannot_run():
             supports(H200, arguments | {"kv_pool": jax.ShapeDtypeStruct((1, 4, 2, 1, 32, 256), jnp.bfloat16)})
         with pytest.raises(UnsupportedArguments, match="needs an NVIDIA GPU"):
             supports(Target("cpu", "cpu"), arguments)
-        with pytest.raises(UnsupportedArguments, match="needs compute capability 8.0, the device has 7.5"):
-            supports(Target("gpu", "NVIDIA T4", "7.5"), arguments)
+        with pytest.raises(UnsupportedArguments, match="needs compute capability 9.0, the device has 8.0"):
+            supports(Target("gpu", "NVIDIA A100", "8.0"), arguments)
+        with pytest.raises(UnsupportedArguments, match="is for devices before 10.0, this one has 12.0"):
+            supports(Target("gpu", "NVIDIA GeForce RTX 5090", "12.0"), arguments)
     with pytest.raises(UnsupportedArguments, match="takes up to 16 query heads a key head, not 32 over 1"):
         decode(H200, arguments | {"q": jax.ShapeDtypeStruct((1, 32, 256), jnp.bfloat16)})
     arguments, options = abstract(KvWriteSpec(name="", model=SMALL, lengths=(3,)))
