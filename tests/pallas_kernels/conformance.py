@@ -6,11 +6,12 @@ whatever was not written is identical to the last bit, NaN payloads included.
 Errors are |got - want| / (|want| + rms(want)), the worst element. Why these bars:
 
 * float32: unit roundoff is 6e-8. A convolution adds four products (bar 1e-6: a few roundings and the exponential of
-  SiLU). Norms and rotations add 128 or 256 squares and a rotation whose angle is itself a float32 product, of which
-  the oracle takes the rounded value (2e-6). Attention adds up to thousands of exponentials of scores that carry
-  256 products (1e-5). The delta rule adds 128 products a read and 64 a chunk, feeds errors back through the
-  triangular solve, and l2-normalises: worst seen 1.1e-6 over this suite, bar 1e-5 (without decay 3e-5: nothing
-  forgets its error).
+  SiLU; worst seen 2.2e-7). Norms and rotations add 128 or 256 squares and a rotation whose angle is itself a float32
+  product, of which the oracle takes the rounded value (2e-6; seen 2.2e-7). Attention adds up to thousands of
+  exponentials of scores that carry 256 products (1e-5; seen 6.4e-6); a score's error is the exponential's relative
+  error, so queries 40 times as large have 40 times the bar. The delta rule adds 128 products a read and 64 a chunk,
+  feeds errors back through the triangular solve, and normalises keys; because the rule contracts, the bar needs no
+  growth with length or without decay (1e-5; seen 3.7e-6).
 * bfloat16 / float16 (unit roundoff 2^-9 / 2^-12): inputs are the same numbers for the oracle, so an output that is
   rounded once is within one roundoff, bar two. Where a value is rounded before it is used (conv before SiLU, o before
   its norm) float32 and float64 may fall on two sides of a tie, one unit in the last place: bar four roundoffs.
@@ -20,9 +21,9 @@ Errors are |got - want| / (|want| + rms(want)), the worst element. Why these bar
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +57,9 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("kv_write", "reference"): Tolerance(exact=2e-6, roundoffs=2),
     ("paged_prefill_attention", "reference"): Tolerance(exact=1e-5, roundoffs=2),
     ("paged_decode_attention", "reference"): Tolerance(exact=1e-5, roundoffs=2),
+    # The Mosaic kernels are held to the bars of the references.
+    ("causal_conv", "mosaic_sm90"): Tolerance(exact=1e-6, roundoffs=4),
+    ("gdn_decode", "mosaic_sm90"): Tolerance(exact=1e-5, roundoffs=4),
     ("kv_write", "triton"): Tolerance(exact=2e-6, roundoffs=2),
     # Away from the diagonal the softmax weights meet the values rounded to the activation dtype. In float32 products
     # are chains of multiply-adds, 32k of them in a row on the longest prefix of this suite (1.6e-5 seen).
@@ -65,24 +69,25 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
 }
 
 
-def implementations(op: str) -> list[str]:
+@functools.cache
+def implementations(op: str) -> tuple[str, ...]:
     """Implementations that take at least one tiny spec of the op on this machine's default device."""
-    table, found = registry.get_op(op), []
-    for name, implementation in table.implementations.items():
-        for spec in tiny_specs_of(op).values():
-            for dtype in ("bfloat16", "float32"):
-                case = jax.eval_shape(lambda spec=spec, dtype=dtype: arrays(dataclasses.replace(spec, dtype=dtype)))
-                try:
-                    implementation.supports(registry.current_target(), case | spec.case().options)
-                except registry.UnsupportedArguments:
-                    continue
-                if name not in found:
-                    found.append(name)
-    return found
+    specs = [dataclasses.replace(spec, dtype=d) for spec in tiny_specs_of(op).values() for d in ("bfloat16", "float32")]
+    cases = [host(spec.case()) for spec in specs]
+    return tuple(
+        name
+        for name, implementation in registry.get_op(op).implementations.items()
+        if any(accepts(implementation, case) for case in cases)
+    )
 
 
-def arrays(spec) -> dict[str, Any]:
-    return {name: jnp.asarray(array) for name, array in spec.case().arguments.items()}
+def accepts(implementation: registry.Implementation, case: Case) -> bool:
+    """Whether an implementation takes a case on the default device."""
+    try:
+        implementation.supports(registry.current_target(), case.arguments | case.options)
+    except registry.UnsupportedArguments:
+        return False
+    return True
 
 
 def every_implementation(op: str):
