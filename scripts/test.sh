@@ -6,6 +6,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
 export HF_HUB_OFFLINE=1
+# The oracle multiplies small matrices: OpenBLAS threads would mostly spin (five times the CPU time on two cores).
+export OPENBLAS_NUM_THREADS=1
 
 ensure_venv dev
 
