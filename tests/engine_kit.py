@@ -146,6 +146,8 @@ def kit(name: str) -> Kit:
         case "device":
             options = replace(decode_overlap="device", max_num_batched_tokens=128, decode_steps=8, async_chunks=2)
             return Kit(options, one | {"token_rungs": [128]})
+        case "bf16_state":
+            return Kit(replace(state_dtype="bfloat16"), one)
         case "k8":
             return Kit(replace(decode_steps=8), one | {"row_rungs": [1, 8]})
     raise ValueError(name)

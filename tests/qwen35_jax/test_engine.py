@@ -75,6 +75,23 @@ def test_one_chunk_in_flight_equals_two(jobs, solo):
     assert_same(run(engine, jobs), solo)
 
 
+def test_a_bf16_state_is_half_as_large_and_close(jobs):
+    greedy = [dataclasses.replace(job, params=dataclasses.replace(GREEDY, logprobs=1)) for job in jobs]
+    exact = run(kit("off").engine(), greedy)
+    half = kit("bf16_state")
+    assert half.programs.shapes.cache.state.dtype == "bfloat16"
+    rounded = run(half.engine(debug_poison=True, max_num_seqs=2), greedy)
+    errors = []
+    for name, want in exact.items():
+        for a, b in zip(rounded[name].logprobs, want.logprobs, strict=True):
+            if a.token_id != b.token_id:
+                break  # a near tie fell the other way: what follows answers another prefix
+            errors.append(abs(a.logprob - b.logprob))
+    assert len(errors) > 60
+    # The state keeps 8 mantissa bits (4e-3 relative); the tiny model's logits are of order one.
+    assert 0 < max(errors) < 0.05
+
+
 def test_overlap_modes_really_overlap(jobs):
     kinds = {}
     for mode in ("off", "stream", "device"):
