@@ -21,4 +21,5 @@ step "Checking style"
 .venv/bin/ruff format --check .
 
 step "Running the tests"
-.venv/bin/python -m pytest --fail-unexpected-skips --durations=15 "$@"
+# Two processes, a file in one of them: fixtures that compile programs are shared by the tests of a file.
+.venv/bin/python -m pytest --fail-unexpected-skips --numprocesses=2 --dist=loadfile --durations=15 "$@"
