@@ -2,8 +2,9 @@
 
 A converted directory holds the fused parameters as Orbax checkpoints, the model's config and tokenizer files, and a
 manifest with provenance: where the weights came from, the dtype and format they were written in, every parameter with
-its shape and dtype, and the size of every file. Restoring trusts none of it blindly: the manifest is compared with the
-model's config, the Orbax metadata with the manifest, and the files with their sizes, before anything is allocated.
+its shape and dtype, and the size and a sampled digest of every file. Restoring trusts none of it blindly: the manifest
+is compared with the model's config, the Orbax metadata with the manifest, and the files with their sizes and digests,
+before anything is allocated.
 
 The parameters are cut into parts of about a GiB, an Orbax checkpoint each, so that converting a model needs the memory
 of one part rather than of the model, and so that progress can be told.
@@ -12,6 +13,7 @@ of one part rather than of the model, and so that progress can be told.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -44,6 +46,9 @@ PARAMS_DIR = "params"
 FORMAT = "qwen35-jax parameters"
 FORMAT_VERSION = 1
 _PART_BYTES = 1 << 30
+# Blocks of a file that its digest reads: enough to notice a copy that broke off and was padded with zeros, at a small
+# share of the time that reading a model takes.
+_DIGEST_BLOCKS, _DIGEST_BLOCK_BYTES = 32, 1 << 16
 _RESTORE_GB = 8  # most bytes in flight from disk; Orbax's default would hold a whole model in host memory
 # Copied beside the parameters: configs, tokenizer, chat template. Weights and their index stay behind.
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
@@ -63,7 +68,7 @@ class Manifest:
             header of every shard), ``skipped_tensors`` (their number).
         parts: paths of the parameters in every part, in order.
         parameters: (shape, dtype name) of every parameter.
-        files: size of every file of the parts, by path relative to the directory.
+        files: size and sampled digest of every file of the parts, by path relative to the directory.
     """
 
     project_version: str
@@ -72,7 +77,7 @@ class Manifest:
     source: dict[str, Any]
     parts: tuple[tuple[str, ...], ...]
     parameters: dict[str, tuple[tuple[int, ...], str]]
-    files: dict[str, int]
+    files: dict[str, tuple[int, str]]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -85,7 +90,7 @@ class Manifest:
             "source": self.source,
             "parts": [list(paths) for paths in self.parts],
             "parameters": {path: [list(shape), dtype] for path, (shape, dtype) in self.parameters.items()},
-            "files": self.files,
+            "files": {name: list(entry) for name, entry in self.files.items()},
         }
 
     @classmethod
@@ -112,7 +117,7 @@ class Manifest:
                 source=dict(values["source"]),
                 parts=tuple(tuple(paths) for paths in values["parts"]),
                 parameters={path: (tuple(shape), dtype) for path, (shape, dtype) in values["parameters"].items()},
-                files=dict(values["files"]),
+                files={name: (int(size), str(digest)) for name, (size, digest) in values["files"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserInputError(f"{path} is malformed: {error!r}") from error
@@ -320,10 +325,25 @@ def write_manifest(
         source=source,
         parts=parts,
         parameters={path: (spec.shape, spec.dtype.name) for path, spec in pack.specs.items()},
-        files={str(f.relative_to(target)): f.stat().st_size for f in sorted(root.rglob("*")) if f.is_file()},
+        files={
+            str(f.relative_to(target)): (f.stat().st_size, sampled_digest(f))
+            for f in sorted(root.rglob("*"))
+            if f.is_file()
+        },
     )
     (target / MANIFEST_FILE).write_text(json.dumps(manifest.to_dict(), indent=1) + "\n")
     return manifest
+
+
+def sampled_digest(path: pathlib.Path) -> str:
+    """Digest of up to 32 blocks of 64 KiB, spread evenly over the file, its first and its last among them."""
+    digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
+    last = max(0, size - _DIGEST_BLOCK_BYTES)
+    with path.open("rb") as file:
+        for start in sorted({last * i // (_DIGEST_BLOCKS - 1) for i in range(_DIGEST_BLOCKS)}):
+            file.seek(start)
+            digest.update(file.read(_DIGEST_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _project_version() -> str:
@@ -378,12 +398,14 @@ class ConvertedCheckpoint:
             raise UserInputError(f"{self._dir / MANIFEST_FILE} does not fit {self._dir / CONFIG_FILE}: {problem}")
 
     def _check_files(self) -> None:
-        for name, size in self.manifest.files.items():
+        for name, (size, digest) in self.manifest.files.items():
             file = self._dir / name
             if not file.is_file():
                 raise UserInputError(f"{file} is missing: the converted checkpoint is incomplete")
             if file.stat().st_size != size:
                 raise UserInputError(f"{file} has {file.stat().st_size} bytes, the manifest says {size}: truncated?")
+            if sampled_digest(file) != digest:
+                raise UserInputError(f"{file} is damaged: its contents are not those that the manifest describes")
 
     def _check_orbax(self) -> None:
         found = {}

@@ -115,6 +115,8 @@ class CommandLine:
         Raises:
             UserInputError: an unknown flag, a wrong value or a stray argument, by name.
         """
+        if any(argument.lstrip("-").startswith("undefok") for argument in argv[1:]):
+            raise UserInputError("--undefok is not supported: an unknown flag is always an error")
         try:
             rest = self.values(list(argv))
         except flags.Error as error:

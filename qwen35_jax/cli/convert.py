@@ -85,7 +85,7 @@ def _convert(model: str, output: str, dtype: str | None) -> None:
     if threading.current_thread() is threading.main_thread():  # an exception, so that nothing partial is left
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     manifest = convert(model, output, dtype=dtype, progress=Progress())
-    size = sum(manifest.files.values())
+    size = sum(size for size, _ in manifest.files.values())
     skipped = manifest.source["skipped_tensors"]
     print(
         f"{output}: {len(manifest.parameters)} parameters in {manifest.dtype}, {size / 2**20:,.0f} MiB"

@@ -22,6 +22,7 @@ from qwen35_jax.checkpoint import (
     open_model_dir,
     read_model_config,
     restore_on_mesh,
+    sampled_digest,
     save_part,
     split_parts,
     write_manifest,
@@ -198,21 +199,38 @@ def test_a_manifest_that_does_not_fit_is_refused(converted, config, change, mess
     refuse(converted, config, message)
 
 
+def described_files(directory):
+    """The manifest's account of the files as they are now."""
+    files = (f for f in (directory / "params").rglob("*") if f.is_file())
+    return {str(f.relative_to(directory)): [f.stat().st_size, sampled_digest(f)] for f in files}
+
+
 def test_orbax_metadata_is_compared_with_the_manifest(converted, config):
     """A part replaced by a sound Orbax checkpoint of something else."""
     manifest = Manifest.read(converted)
     shutil.rmtree(converted / "params" / "0000")
     other = {path: jnp.zeros((3, 3), jnp.bfloat16) for path in manifest.parts[0]}
     save_part(converted, 0, other)
-    files = {str(f.relative_to(converted)): f.stat().st_size for f in (converted / "params").rglob("*") if f.is_file()}
-    edit_manifest(converted, lambda values: values.update(files=files))
+    edit_manifest(converted, lambda values: values.update(files=described_files(converted)))
     refuse(converted, config, r"does not fit .*: \S+ is bfloat16 \[3, 3\], expected")
 
 
 def test_damaged_orbax_metadata_is_named(converted, config):
     file = converted / "params" / "0000" / "_METADATA"
     file.write_bytes(bytes(file.stat().st_size))
+    edit_manifest(converted, lambda values: values.update(files=described_files(converted)))
     refuse(converted, config, r"params/0000: its Orbax metadata is damaged")
+
+
+@pytest.mark.parametrize("where", ("start", "end", "everything"))
+def test_files_padded_with_zeros_are_named(converted, config, where):
+    """A copy that broke off leaves a file of the right size that is partly zeros."""
+    data = max((f for f in (converted / "params").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    content = data.read_bytes()
+    half = len(content) // 2
+    kept = {"start": bytes(half) + content[half:], "end": content[:half] + bytes(len(content) - half)}
+    data.write_bytes(kept.get(where, bytes(len(content))))
+    refuse(converted, config, rf"{data.name} is damaged")
 
 
 def test_missing_and_truncated_files_are_named(converted, config):

@@ -230,6 +230,7 @@ WRONG = [
     (nothing, ["--trace_output=nowhere/t"], "nowhere"),
     (nothing, ["--trace_output=model"], "directory"),
     (nothing, ["--max_num_seq=3"], "max_num_seq"),
+    (nothing, ["--undefok=max_num_seq", "--max_num_seq=3"], "--undefok is not supported"),
     (nothing, ["--max_num_seqs=many"], "max_num_seqs"),
     (nothing, ["--max_num_seqs=0"], "max_num_seqs"),
     (nothing, ["--overwrite=perhaps"], "overwrite"),
