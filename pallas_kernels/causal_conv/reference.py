@@ -7,18 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.numerics import silu
-from pallas_kernels.packing import token_owners
 
 
 def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.causal_conv`.
 
     Shifted slices of the whole pack serve every token whose window lies inside its own piece; the (at most three)
-    leading tokens of each request are computed again with the tail in their window. Both add the taps in one order,
-    so a request's values do not depend on how it is split.
+    leading tokens of each request, whose windows there reach into a neighbour, are replaced by values computed with
+    the tail. Both add the taps in one order, so a request's values do not depend on how it is split.
     """
     num_tokens, _ = x.shape
-    owners = token_owners(cu_seqlens, num_tokens)
     # The barrier keeps this read before the write at the end: fused into its uses, it would outlive the old pool and
     # make XLA copy the pool.
     tails, conv_pool = lax.optimization_barrier((conv_pool[layer, slot_ids], conv_pool))
@@ -26,14 +24,10 @@ def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens) ->
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
 
     padded = jnp.pad(x, ((3, 0), (0, 0)))  # padded[t + 3] = x[t]
-    inside = [
-        jnp.where((owners.offset >= 3 - tap)[:, None], padded[tap : tap + num_tokens], 0)  # x[t - 3 + tap]
-        for tap in range(4)
-    ]
-    y = _activate(_weigh(inside, weight), x.dtype)
-    y = jnp.where(owners.real[:, None], y, 0)
+    y = _activate(_weigh([padded[tap : tap + num_tokens] for tap in range(4)], weight), x.dtype)
+    y = jnp.where(jnp.arange(num_tokens)[:, None] < cu_seqlens[-1], y, 0)
 
-    # Leading tokens again: window of token j of request r is rows j .. j + 3 of [tail; first three tokens].
+    # The leading tokens: window of token j of request r is rows j .. j + 3 of [tail; first three tokens].
     leading = jnp.arange(3, dtype=jnp.int32)
     rows = cu_seqlens[:-1, None] + leading  # [R, 3]
     present = leading < lengths[:, None]

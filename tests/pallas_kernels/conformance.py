@@ -142,6 +142,15 @@ def assert_close(op: str, implementation: str, got, want, *, name: str, scale: f
     assert error <= bar, f"{op}/{implementation}: {name} is {error:.2e} off, bar {bar:.2e}"
 
 
+def share_of_equal_bits(got: np.ndarray, want: np.ndarray) -> float:
+    """Share of elements that are the rounded float64 value to the last bit.
+
+    Near 1 where a 16-bit result has the oracle's rounding points (float32 and float64 rarely fall on two sides of a
+    tie), and far below where one is missing or added.
+    """
+    return float(np.mean(bits(got) == bits(want.astype(np.float32).astype(got.dtype))))
+
+
 def bits(array) -> np.ndarray:
     """The raw bits, so that NaN equals the same NaN."""
     array = np.ascontiguousarray(array)

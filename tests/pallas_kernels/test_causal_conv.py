@@ -9,7 +9,16 @@ import pytest
 
 from pallas_kernels.causal_conv.specs import CausalConvSpec
 from pallas_kernels.spec import TINY_MODELS
-from tests.pallas_kernels.conformance import assert_close, assert_same_bits, call, check, every_implementation, host
+from tests.pallas_kernels import oracle
+from tests.pallas_kernels.conformance import (
+    assert_close,
+    assert_same_bits,
+    call,
+    check,
+    every_implementation,
+    host,
+    share_of_equal_bits,
+)
 
 OP = "causal_conv"
 TINY = TINY_MODELS["tiny1"]
@@ -29,6 +38,13 @@ MIXED = CausalConvSpec(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_matches_the_oracle(implementation, dtype):
     check(OP, implementation, dataclasses.replace(MIXED, dtype=dtype).case(1, poison=True))
+
+
+@every_implementation(OP)
+def test_rounds_before_and_after_the_activation(implementation):
+    case = host(dataclasses.replace(MIXED, dtype="bfloat16").case(1, poison=True))
+    (y, *_), (want, *_) = call(OP, implementation, case), oracle.causal_conv(**case.arguments)
+    assert share_of_equal_bits(y, want) > 0.99
 
 
 @every_implementation(OP)

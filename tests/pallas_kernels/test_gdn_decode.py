@@ -9,7 +9,16 @@ import pytest
 
 from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
 from pallas_kernels.spec import TINY_MODELS
-from tests.pallas_kernels.conformance import assert_close, assert_same_bits, call, check, every_implementation, host
+from tests.pallas_kernels import oracle
+from tests.pallas_kernels.conformance import (
+    assert_close,
+    assert_same_bits,
+    call,
+    check,
+    every_implementation,
+    host,
+    share_of_equal_bits,
+)
 
 OP = "gdn_decode"
 BASE = GdnDecodeSpec(
@@ -36,6 +45,15 @@ def test_every_head_ratio(implementation, model):
 def test_bfloat16(implementation, state_dtype):
     spec = dataclasses.replace(BASE, dtype="bfloat16", state_dtype=state_dtype, model=TINY_MODELS["tiny2"])
     check(OP, implementation, spec.case(3, poison=True))
+
+
+@every_implementation(OP)
+def test_rounds_where_the_definition_rounds(implementation):
+    """The convolution before and after its activation, o before its norm, the result."""
+    spec = dataclasses.replace(BASE, dtype="bfloat16", model=TINY_MODELS["tiny2"])
+    case = host(spec.case(3, poison=True))
+    (y, *_), (want, *_) = call(OP, implementation, case), oracle.gdn_decode(**case.arguments, **case.options)
+    assert share_of_equal_bits(y, want) > 0.97
 
 
 @every_implementation(OP)
