@@ -195,7 +195,7 @@ class ProgramSet:
         for start in range(0, max(1, len(pages)), self._fill_width):
             part = pages[start : start + self._fill_width]
             places = self._places(self._fill_width, slot, part)
-            state = self._compiled["fill"](state, self.put(np.float32(value)), places)
+            state = self._compiled["fill"](state, self.put(np.asarray(value, np.float32)), places)
         return state
 
 
@@ -214,10 +214,10 @@ class CompileCounter:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == self._EVENT:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs
 
     def close(self) -> None:
         """Stop listening."""

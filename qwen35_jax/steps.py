@@ -301,6 +301,7 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
         state = state._replace(cache=out.cache)
         hidden, row_slots, active = out.prefill_hidden, fields["prefill_slots"], fields["sample"] > 0
         if decode is not None:
+            assert hidden is not None and out.decode_hidden is not None
             hidden = jnp.concatenate([hidden, out.decode_hidden])
             row_slots = jnp.concatenate([row_slots, decode.slot_ids])
             active = jnp.concatenate([active, fields["steps"] > 0])
