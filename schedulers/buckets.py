@@ -242,7 +242,7 @@ class BucketLadder:
         """A table for the log: each rung, the smallest load that lands on it, and the padding of that worst case."""
         counts = {"prefill": len(self.prefill), "decode": len(self.decode), "unified": len(self.unified)}
         parts = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        lines = [f"bucket ladder: {sum(counts.values())} programs ({parts})"]
+        lines = [f"bucket ladder: {sum(counts.values())} shapes ({parts})"]
         lines.append(f"{'kind':<8} {'axis':<9} {'rung':>6} {'from':>6} {'worst padding':>14}")
         for kind, count in counts.items():
             if not count:

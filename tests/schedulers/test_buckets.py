@@ -155,7 +155,7 @@ def test_pick_agrees_with_a_search_through_all_buckets(seqs, cells, length, pres
 
 def test_describe_prints_the_worst_padding():
     text = ladder(unified=True).describe()
-    assert text.startswith("bucket ladder: 118 programs (32 prefill, 36 decode, 50 unified)")
+    assert text.startswith("bucket ladder: 118 shapes (32 prefill, 36 decode, 50 unified)")
     lines = [line.split() for line in text.splitlines()]
     assert ["prefill", "tokens", "64", "1", "98.4%"] in lines
     assert ["decode", "rows", "256", "129", "49.6%"] in lines
