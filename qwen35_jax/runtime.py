@@ -1,4 +1,4 @@
-"""The one place that reads the environment and talks to the backend about devices and memory."""
+"""The one place that touches the environment and asks the backend about devices and memory."""
 
 from __future__ import annotations
 
