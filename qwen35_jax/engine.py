@@ -400,13 +400,19 @@ class Engine:
             error: what went wrong.
             scrub: overwrite what it leaves behind with zeros.
         """
+        self._report_end(live, reason, stop_reason, error)
+        released = self._scheduler.finish(live.request_id)
+        if released is not None:
+            self._clean(released, scrub)
+
+    def _report_end(
+        self, live: LiveRequest, reason: FinishReason, stop_reason: int | str | None, error: str | None
+    ) -> None:
+        """Make the end of a request its last output; what it holds in the scheduler is the caller's."""
         live.finished = True
         del self._live[live.request_id]
         output = self._output(live)
         output.finished, output.finish_reason, output.stop_reason, output.error = True, reason, stop_reason, error
-        released = self._scheduler.finish(live.request_id)
-        if released is not None:
-            self._clean(released, scrub)
 
     def _clean(self, released: Released, scrub: bool = False) -> None:
         """Overwrite freed slots and pages: with zeros after a bad row, with NaN in debug mode."""
@@ -490,11 +496,8 @@ class Engine:
         for released in outcome.released:
             self._clean(released)
         for request_id in outcome.failed:
-            live = self._live.pop(request_id)
-            live.finished = True
-            output = self._output(live)
-            output.finished, output.finish_reason = True, "error"
-            output.error = f"the prefill device failed while this prompt was processed: {error}"
+            message = f"the prefill device failed while this prompt was processed: {error}"
+            self._report_end(self._live[request_id], "error", None, message)
         self._count_failure(error)
 
 

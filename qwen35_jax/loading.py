@@ -35,7 +35,7 @@ from qwen35_jax.steps import VARIANTS, DeviceState, ProgramKey, StepSpec, device
 from qwen35_jax.transfer import in_transit_bytes, transfer_widths
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler, SchedulerConfig
-from schedulers.buckets import TOKENS_PER_REQUEST
+from schedulers.buckets import requests_of
 
 if TYPE_CHECKING:
     from qwen35_jax.text import Tokenizer
@@ -225,7 +225,7 @@ def _plan(
     # A program samples for its decode rows or its prompts, the unified one for both.
     sampled_rows = config.max_num_seqs
     if config.decode_overlap == "stream":
-        sampled_rows += min(config.max_num_seqs, max(1, config.max_num_batched_tokens // TOKENS_PER_REQUEST))
+        sampled_rows += requests_of(config.max_num_batched_tokens, config.max_num_seqs)
     return plan_memory(
         model_config,
         limit=runtime.memory_limit(device, config.gpu_memory_utilization),
@@ -244,7 +244,7 @@ def _plan(
 
 def _staging_sizes(config: EngineConfig, max_model_len: int, max_num_seqs: int) -> tuple[int, int]:
     """Slots and pages that launches in flight may hold, the null ones not counted."""
-    prompts = min(max_num_seqs, max(1, config.max_num_batched_tokens // TOKENS_PER_REQUEST), _LAUNCH_PROMPTS)
+    prompts = min(requests_of(config.max_num_batched_tokens, max_num_seqs), _LAUNCH_PROMPTS)
     # A launch holds at most one prompt of full length beside what its token budget covers.
     pages = pages_for(max_model_len) + pages_for(config.max_num_batched_tokens) + prompts
     return config.async_chunks * prompts, config.async_chunks * pages

@@ -19,6 +19,8 @@ SKIPPED_PREFIXES = ("model.visual.", "mtp.")
 
 Assembly = Literal["rows", "columns", "gated_attention", "taps", "vector"]
 Init = Literal["matrix", "embedding", "taps", "near_zero", "near_one", "decay", "step_bias"]
+# Stored in float32 by released files whatever the other tensors are: A_log and the norm of the recurrence.
+FLOAT32_INITS: tuple[Init, ...] = ("decay", "near_one")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,11 @@ TOKENS_PER_REQUEST = 16
 """A token rung T carries up to T / 16 requests, so that a step of many short prompts fits without a rung of its own."""
 
 
+def requests_of(tokens: int, max_num_seqs: int) -> int:
+    """Most prefill requests of a step with up to ``tokens`` prompt tokens."""
+    return min(max_num_seqs, max(1, tokens // TOKENS_PER_REQUEST))
+
+
 class BucketOverflow(ValueError):
     """A step larger than the largest bucket; the message names the axis and both numbers."""
 
@@ -322,4 +327,4 @@ def _axes(
 
 
 def _requests(tokens: tuple[int, ...], max_num_seqs: int) -> tuple[int, ...]:
-    return tuple(min(max_num_seqs, max(1, rung // TOKENS_PER_REQUEST)) for rung in tokens)
+    return tuple(requests_of(rung, max_num_seqs) for rung in tokens)

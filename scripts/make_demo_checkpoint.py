@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from qwen35_jax.cli.common import CommandLine, asks_for_help
 from qwen35_jax.config import AttentionConfig, GatedDeltaNetConfig, ModelConfig
 from qwen35_jax.errors import UserInputError
-from qwen35_jax.name_table import FULL_PREFIX, parameter_table
+from qwen35_jax.name_table import FLOAT32_INITS, FULL_PREFIX, parameter_table
 from qwen35_jax.presets import layer_pattern
 
 SOURCES = pathlib.Path(__file__).resolve().parent / "demo"
@@ -47,7 +47,6 @@ STATISTICS = {
 RESIDUAL_OUTPUTS = ("out_proj", "o_proj", "mlp.down")
 RESIDUAL_GAIN = 2.0
 END_ROW_LENGTH = 1.375
-FLOAT32_INITS = ("decay", "near_one")  # A_log and the norm of the recurrence, as published files store them
 
 # The pre-tokenizer of Qwen3.5: letters together with their combining marks, digits one by one.
 SPLIT_PATTERN = (

@@ -25,7 +25,7 @@ from qwen35_jax.cli.common import CommandLine, asks_for_help
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json_object
-from qwen35_jax.name_table import FULL_PREFIX, Recipe, Source, parameter_table
+from qwen35_jax.name_table import FLOAT32_INITS, FULL_PREFIX, Recipe, Source, parameter_table
 from qwen35_jax.presets import PRESETS
 from qwen35_jax.progress import Progress, ProgressFn
 from qwen35_jax.safetensors_files import INDEX_FILE
@@ -37,7 +37,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.jinja", GENERATION_CONFIG_FILE),
 )
-FLOAT32_INITS = ("decay", "near_one")  # A_log and the norm of the recurrence, as released files store them
 BLOCK_VALUES = 1 << 24
 
 
