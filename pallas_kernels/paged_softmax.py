@@ -15,9 +15,9 @@ def attend_pages(
     """Attention of M queries a key/value head, each seeing the keys up to its own position.
 
     A page at a time, up to the last one that is live, so the width of the page table costs nothing and scratch memory
-    does not grow with the context. A page is sliced, not gathered: on a CPU slices move at memory speed, gathers at a
-    tenth of it; blocks of two and four pages measured slower (512 tokens of 8 heads: 14, 20 and 25 ms). Keys and
-    values that are not to be seen are selected away, never multiplied by 0: pages may hold NaN past the length.
+    does not grow with the context. A page is sliced, not gathered: on a CPU slices move at memory speed and
+    gathers do not; blocks of two and four pages measured slower. Keys and values that are not to be seen are selected
+    away, never multiplied by 0: pages may hold NaN past the length.
 
     Args:
         query: f32[K, M, H], already scaled.

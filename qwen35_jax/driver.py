@@ -298,7 +298,7 @@ class _Live:
         if step.logprobs is not None:
             self._logprobs.extend(step.logprobs)
         if self._text is None or not self.request.params.stop:
-            # Without stop strings the text is made once, at the end: 5 instead of 13 us of host time a token.
+            # Without stop strings the text is made once, at the end: the least host time a token.
             return None
         hit = self._text.push(step.token_ids, ends_with_stop_token=step.finished and step.finish_reason == "stop")
         if hit is not None:
