@@ -1,0 +1,1 @@
+"""Measuring: workloads, loops, device traces, floors and the records of results files. Nothing else imports it."""
