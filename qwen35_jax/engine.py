@@ -28,6 +28,7 @@ from qwen35_jax.prefill_device import Flight, PrefillDevice
 from qwen35_jax.programs import CompileCounter, ProgramSet, fetch, free_device_state, init_device_state
 from qwen35_jax.sampling import request_key, row_words
 from qwen35_jax.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from qwen35_jax.startup import StartReport
 from qwen35_jax.steps import DeviceState, ProgramKey, ProgramKind, ResultRows
 from schedulers import Bucket, Chunk, DecodeRow, Plan, Released, Request, RequestRejected, Scheduler
 from schedulers.trace import StepTrace
@@ -113,6 +114,7 @@ class Engine:
         num_valid: prompt ids must be below this.
         prefill_device: the other device of ``device`` overlap.
         compiles: counter that was started before warm-up.
+        start_report: how it was made, for whoever measures.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class Engine:
         num_valid: int,
         prefill_device: PrefillDevice | None = None,
         compiles: CompileCounter | None = None,
+        start_report: StartReport | None = None,
     ):
         self.config = config
+        self.start_report = start_report
         self.trace = StepTrace(keep=_TRACE_RECORDS)
         self._scheduler = scheduler
         self._programs = programs

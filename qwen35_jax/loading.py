@@ -31,6 +31,7 @@ from qwen35_jax.params import FlatParams, ParamPack
 from qwen35_jax.prefill_device import PrefillDevice
 from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.progress import ProgressFn, silent
+from qwen35_jax.startup import StartReport
 from qwen35_jax.steps import VARIANTS, DeviceState, ProgramKey, StepSpec, device_state_shapes
 from qwen35_jax.transfer import in_transit_bytes, transfer_widths
 from qwen35_jax.weights import random_params
@@ -146,7 +147,9 @@ def build_engine(
 
     compiles = CompileCounter()
     spec = StepSpec(pack, num_valid)
+    started = time.perf_counter()
     params = load(main, dtype)
+    loaded = time.perf_counter()
     shapes = device_state_shapes(model_config, plan.num_pages, plan.num_seqs + 1, dtype, state_dtype)
     widths = transfer_widths(ladder.max_width)
     programs = ProgramSet(
@@ -158,8 +161,9 @@ def build_engine(
         merge_widths=widths if overlap_device else (),
         fill_width=min(16, widths[-1]),
     )
-    _compile(programs, progress, "compiling")
+    compile_s = _compile(programs, progress, "compiling")
     state = programs.warm_up(init_device_state(shapes, main))
+    num_programs = programs.number
     prefill_device = None
     if other is not None and staging is not None:
         other_programs = ProgramSet(
@@ -171,9 +175,11 @@ def build_engine(
             extract_widths=widths,
             fill_width=min(16, widths[-1]),
         )
-        _compile(other_programs, progress, "compiling for the prefill device")
+        compile_s += _compile(other_programs, progress, "compiling for the prefill device")
+        num_programs += other_programs.number
         staging_state = other_programs.warm_up(init_device_state(staging, other))
         prefill_device = PrefillDevice(other_programs, staging_state, widths, poison=config.debug_poison)
+    warm_up_s = time.perf_counter() - loaded - compile_s
     return Engine(
         config,
         Scheduler(scheduler_config, ladder),
@@ -183,6 +189,7 @@ def build_engine(
         num_valid=num_valid,
         prefill_device=prefill_device,
         compiles=compiles,
+        start_report=StartReport(plan, loaded - started, compile_s, warm_up_s, num_programs),
     )
 
 
@@ -326,11 +333,14 @@ def _main_keys(config: EngineConfig, ladder: BucketLadder) -> tuple[ProgramKey, 
     return tuple(keys)
 
 
-def _compile(programs: ProgramSet, progress: ProgressFn, stage: str) -> None:
+def _compile(programs: ProgramSet, progress: ProgressFn, stage: str) -> float:
+    """Compile everything and say so; returns the seconds it took."""
     started = time.perf_counter()
     progress(stage, 0, programs.number, "the first programs take longest")
     programs.compile(
         lambda done, total, name, seconds: progress(stage, done, total, f"bucket {name} took {seconds:.1f} s"),
         threads=runtime.compile_threads(),
     )
-    log.info("%s: all programs ready after %.1f s", stage, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    log.info("%s: all programs ready after %.1f s", stage, seconds)
+    return seconds

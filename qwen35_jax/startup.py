@@ -1,0 +1,26 @@
+"""What an engine's start took: the memory it planned, and where the seconds went."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qwen35_jax.cache import MemoryPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class StartReport:
+    """How an engine was made; seconds are of the wall clock.
+
+    Attributes:
+        plan: the memory plan of the main device.
+        load_s: reading weights (or drawing random ones) and putting them on the device.
+        compile_s: tracing, lowering and compiling every program, of both devices in ``device`` overlap.
+        warm_up_s: allocating the pools and running every program once.
+        num_programs: executables that were made.
+    """
+
+    plan: MemoryPlan
+    load_s: float
+    compile_s: float
+    warm_up_s: float
+    num_programs: int
