@@ -1,0 +1,68 @@
+"""Floors: the 4B table, what is counted, and how each term moves them."""
+
+import pytest
+
+from qwen35_jax.bench import floors
+from qwen35_jax.bench.floors import Ceilings, decode_step_floor_s, offline_floor, prefill_floor_s
+from qwen35_jax.cache import page_bytes
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.params import ParamPack
+
+FOUR = ModelConfig.preset("4b")
+
+
+@pytest.mark.parametrize(
+    ("rows", "milliseconds"), [(1, 2.0), (8, 2.2), (16, 2.5), (64, 4.0), (128, 6.1), (256, 11.0), (512, 21.9)]
+)
+def test_decode_steps_of_4b_at_1088_tokens(rows, milliseconds):
+    assert round(decode_step_floor_s(FOUR, rows, 1088) * 1e3, 1) == milliseconds
+
+
+def test_prefill_of_4b():
+    seconds = prefill_floor_s(FOUR, 8192) / 8192
+    assert seconds * 1e6 == pytest.approx(9.2, abs=0.05)
+    assert 1 / seconds == pytest.approx(109_000, rel=0.005)
+
+
+def test_offline_of_4b():
+    floor = offline_floor(FOUR, 1024, 128, 256)
+    assert floor.prefill_s * 1e3 == pytest.approx(9.4, abs=0.05)
+    assert (floor.prefill_s + floor.decode_s) * 1e3 == pytest.approx(14.9, abs=0.1)
+    assert floor.in_turns_tok_s == pytest.approx(8_610, rel=0.005)
+    assert floor.overlapped_tok_s == pytest.approx(13_600, rel=0.01)
+
+
+def test_what_4b_moves():
+    assert floors.weight_bytes(FOUR) == pytest.approx(8.41e9, rel=0.001)
+    assert floors.layer_parameters(FOUR) == pytest.approx(3.57e9, rel=0.001)
+    assert floors.state_bytes(FOUR) == 48 * 2**20
+    assert floors.state_bytes(FOUR, "bfloat16") == 24 * 2**20
+    assert floors.kv_token_bytes(FOUR) == 32 * 2**10 == page_bytes(FOUR, "bfloat16") // 64
+
+
+@pytest.mark.parametrize("size", ["0.8b", "4b", "9b", "27b", "tiny-27b"])
+def test_matrices_are_those_of_the_model(size):
+    """Everything else in the model (norms, taps, decay rates, an untied embedding) is small or not read whole."""
+    config = ModelConfig.preset(size)
+    untied = 0 if config.tie_word_embeddings else config.hidden_size * config.vocab_size
+    small = 1 - (floors.decode_parameters(config) + untied) / ParamPack(config).num_parameters
+    assert 0 < small < (0.02 if size.startswith("tiny") else 0.001)
+
+
+def test_many_rows_are_bound_by_operations_and_few_by_reading():
+    one, two = floors.decode_gemm_floor_s(FOUR, 1), floors.decode_gemm_floor_s(FOUR, 2)
+    assert one == two == floors.weight_bytes(FOUR) / 4.26e12
+    assert floors.decode_gemm_floor_s(FOUR, 1024) == pytest.approx(2 * floors.decode_gemm_floor_s(FOUR, 512))
+    assert prefill_floor_s(FOUR, 1) == 2 * floors.layer_parameters(FOUR) / 4.26e12
+
+
+def test_options_move_what_they_should():
+    full, half = decode_step_floor_s(FOUR, 64, 0), decode_step_floor_s(FOUR, 64, 0, state_dtype="bfloat16")
+    assert full - half == pytest.approx(64 * 48 * 2**20 / 4.26e12)
+    slow = Ceilings(bytes_per_s=2.13e12, flops_per_s=390e12)
+    assert decode_step_floor_s(FOUR, 256, 1000, ceilings=slow) == pytest.approx(
+        2 * decode_step_floor_s(FOUR, 256, 1000)
+    )
+    pairs = 8 * 1024 * 1025 // 2
+    attention = prefill_floor_s(FOUR, 8192, lengths=[1024] * 8) - prefill_floor_s(FOUR, 8192)
+    assert attention == pytest.approx(4 * 8 * 16 * 256 * pairs / 780e12)
