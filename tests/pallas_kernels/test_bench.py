@@ -64,3 +64,26 @@ def test_no_spec_matches(capsys):
         bench.main(["--spec=13b-*"])
     assert caught.value.code == 2
     assert "no spec matches --op=* --spec=13b-*" in capsys.readouterr().err
+
+
+def test_a_pool_is_compared_as_well(monkeypatch):
+    """An implementation with the right output and a wrong state is wrong."""
+    spec = tiny_specs_of("gdn_decode")["tiny1-rows5"]
+    arguments, options = bench._device_case(spec, 0)
+    assert bench.compare(spec, "reference", arguments, options)["first_mismatch"] is None
+    right = bench._op
+
+    def spoiled(spec, implementation, options):
+        def run(arguments):
+            out, (conv, state) = right(spec, "reference", options)(arguments)
+            if implementation == "spoiled":
+                state = state.at[0, arguments["slot_ids"][2], 1, 3, 5].add(0.5)
+            return out, (conv, state)
+
+        return run
+
+    monkeypatch.setattr(bench, "_op", spoiled)
+    found = bench.compare(spec, "spoiled", arguments, options)
+    slot = int(arguments["slot_ids"][2])
+    assert found["first_mismatch"] == ["state_pool", 0, slot, 1, 3, 5]
+    assert found["errors"]["state_pool"] > found["bars"]["state_pool"]
