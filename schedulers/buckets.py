@@ -91,7 +91,7 @@ _PRESETS = {
     "normal": _Preset(tokens=2, rows=2, widths=4, first_width=4),
     "coarse": _Preset(tokens=4, rows=4, widths=16, first_width=16),
 }
-PRESETS = (*_PRESETS, "small")
+PRESETS = (*_PRESETS, "small", "gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +130,16 @@ class BucketLadder:
         normal  64, x2                        1, x2                      4, x4
         coarse  64, x4                        1, x4                      16, x16
         small   at most two: about 1/8, cap   at most two: 1/8, cap      at most two
+        gpu     128, 512, then x2             1, 16, 64, then x2         64, x8
         ======  ============================  =========================  ==============
 
         The caps themselves are always rungs. R is tied to T: ``min(max_num_seqs, max(1, T // 16))``. Unified programs
         take the coarse rungs ("small" stays small), since they are a product of four axes.
+
+        "gpu" is for kernels that skip what is not there: a wide page table or a row of padding costs them next to
+        nothing, a padded token costs its share of every matrix product. So tokens and many rows are fine, few rows
+        coarse, prefill programs have one width, and unified ones two rungs of tokens and rows (an eighth, a quarter
+        of the cap) and one width.
 
         Args:
             max_num_seqs: cap of rows and of prefill requests.
@@ -141,7 +147,7 @@ class BucketLadder:
             max_model_len: longest prompt + output; its pages are the cap of the width.
             page_size: tokens of a page.
             unified: whether unified programs are wanted (``stream`` overlap).
-            preset: "normal", "coarse" or "small".
+            preset: "normal", "coarse", "small" or "gpu".
             token_rungs: T rungs in place of the preset's, for every kind; the cap is added.
             row_rungs: the same for B.
             width_rungs: the same for W.
@@ -159,16 +165,16 @@ class BucketLadder:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if preset not in PRESETS:
             raise ValueError(f"bucket preset {preset!r} is unknown; choose one of {', '.join(PRESETS)}")
-        max_width = pages_for(max_model_len, page_size)
+        caps = (max_num_batched_tokens, max_num_seqs, pages_for(max_model_len, page_size))
         given = (token_rungs, row_rungs, width_rungs)
-        tokens, rows, widths = _axes(preset, max_num_batched_tokens, max_num_seqs, max_width, given)
-        requests = _requests(tokens, max_num_seqs)
-        unified_axes = None
-        if unified:
-            dense = "coarse" if preset == "normal" else preset
-            u_tokens, u_rows, u_widths = _axes(dense, max_num_batched_tokens, max_num_seqs, max_width, given)
-            unified_axes = Axes(u_tokens, _requests(u_tokens, max_num_seqs), u_rows, u_widths)
-        return cls(Axes(tokens, requests, (), widths), Axes((), (), rows, widths), unified_axes)
+
+        def chosen(kind: BucketKind) -> Axes:
+            tokens, rows, widths = _rungs(preset, kind, caps, given)
+            requests = tuple(requests_of(rung, max_num_seqs) for rung in tokens)
+            packed = ((), ()) if kind == "decode" else (tokens, requests)
+            return Axes(*packed, () if kind == "prefill" else rows, widths)
+
+        return cls(chosen("prefill"), chosen("decode"), chosen("unified") if unified else None)
 
     @property
     def prefill(self) -> tuple[Bucket, ...]:
@@ -294,8 +300,18 @@ def _geometric(first: int, factor: int, cap: int) -> tuple[int, ...]:
 
 def _two(least: int, cap: int) -> tuple[int, ...]:
     """The cap and the power of two at or below an eighth of it, but at least ``least``."""
-    low = max(least, 1 << max(0, (cap // 8).bit_length() - 1))
+    return _below(least, 1 << max(0, (cap // 8).bit_length() - 1), cap)
+
+
+def _below(least: int, low: int, cap: int) -> tuple[int, ...]:
+    """``low`` (at least ``least``) and the cap."""
+    low = max(least, low)
     return (low, cap) if low < cap else (cap,)
+
+
+def _spread(first: tuple[int, ...], doubled: int, cap: int) -> tuple[int, ...]:
+    """The first rungs, then powers of two times ``doubled``, as far as they are below the cap; then the cap."""
+    return (*(rung for rung in first if rung < cap), *_geometric(doubled, 2, cap))
 
 
 def _given(name: str, rungs: Iterable[int], cap: int) -> tuple[int, ...]:
@@ -305,26 +321,29 @@ def _given(name: str, rungs: Iterable[int], cap: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _axes(
-    preset: str, max_tokens: int, max_rows: int, max_width: int, given: tuple[Iterable[int] | None, ...]
+def _rungs(
+    preset: str, kind: BucketKind, caps: tuple[int, int, int], given: tuple[Iterable[int] | None, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """T, B and W rungs of a preset, each replaced where given."""
+    """T, B and W rungs of a preset for one kind of program, each replaced where given."""
+    max_tokens, max_rows, max_width = caps
     if preset == "small":
         chosen = (_two(64, max_tokens), _two(1, max_rows), _two(1, max_width))
+    elif preset == "gpu":
+        widths = _geometric(64, 8, max_width) if kind == "decode" else (max_width,)
+        if kind == "unified":
+            chosen = (_below(512, max_tokens // 8, max_tokens), _below(64, max_rows // 4, max_rows), widths)
+        else:
+            chosen = (_spread((128,), 512, max_tokens), _spread((1, 16), 64, max_rows), widths)
     else:
-        growth = _PRESETS[preset]
+        growth = _PRESETS["coarse" if kind == "unified" else preset]
         chosen = (
             _geometric(64, growth.tokens, max_tokens),
             _geometric(1, growth.rows, max_rows),
             _geometric(growth.first_width, growth.widths, max_width),
         )
-    caps = (("token_rungs", max_tokens), ("row_rungs", max_rows), ("width_rungs", max_width))
+    names = ("token_rungs", "row_rungs", "width_rungs")
     tokens, rows, widths = (
         rungs if own is None else _given(name, own, cap)
-        for rungs, own, (name, cap) in zip(chosen, given, caps, strict=True)
+        for rungs, own, name, cap in zip(chosen, given, names, caps, strict=True)
     )
     return tokens, rows, widths
-
-
-def _requests(tokens: tuple[int, ...], max_num_seqs: int) -> tuple[int, ...]:
-    return tuple(requests_of(rung, max_num_seqs) for rung in tokens)

@@ -28,6 +28,24 @@ def test_coarse_rungs():
     assert made.decode_axes.widths == (16, 128)
 
 
+def test_gpu_rungs_are_fine_where_padding_costs():
+    made = ladder(preset="gpu", max_model_len=262144, unified=True)
+    assert made.prefill_axes.tokens == (128, 512, 1024, 2048, 4096, 8192)
+    assert made.prefill_axes.widths == (4096,)
+    assert made.decode_axes.rows == (1, 16, 64, 128, 256)
+    assert made.decode_axes.widths == (64, 512, 4096)
+    assert made.unified_axes.tokens == (1024, 8192) and made.unified_axes.rows == (64, 256)
+    assert made.unified_axes.widths == (4096,)
+    assert len(made.prefill) == 6 and len(made.decode) == 15 and len(made.unified) == 4
+
+
+def test_gpu_rungs_of_small_limits():
+    made = ladder(preset="gpu", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1000, unified=True)
+    assert made.prefill == (Bucket(64, 4, 0, 16),)
+    assert made.decode == (Bucket(0, 0, 1, 16), Bucket(0, 0, 8, 16))
+    assert made.unified == (Bucket(64, 4, 8, 16),)
+
+
 def test_unified_is_a_coarse_product():
     made = ladder(unified=True)
     assert made.unified_axes.tokens == (64, 256, 1024, 4096, 8192)
@@ -48,7 +66,7 @@ def test_small_has_at_most_two_rungs_an_axis(limits):
     assert len(made.prefill) <= 4 and len(made.decode) <= 4 and len(made.unified) <= 8
 
 
-@pytest.mark.parametrize("preset", ["normal", "coarse", "small"])
+@pytest.mark.parametrize("preset", ["normal", "coarse", "small", "gpu"])
 def test_caps_are_rungs_even_off_the_powers_of_two(preset):
     made = BucketLadder.from_limits(
         max_num_seqs=37, max_num_batched_tokens=832, max_model_len=5000, unified=True, preset=preset
@@ -126,7 +144,7 @@ def test_pick_refuses_a_kind_that_is_not_there():
     seqs=st.integers(1, 80),
     cells=st.integers(1, 40),
     length=st.integers(64, 9000),
-    preset=st.sampled_from(["normal", "coarse", "small"]),
+    preset=st.sampled_from(["normal", "coarse", "small", "gpu"]),
     share=st.tuples(*(st.floats(0, 1) for _ in range(4))),
 )
 def test_pick_agrees_with_a_search_through_all_buckets(seqs, cells, length, preset, share):
