@@ -100,6 +100,7 @@ def build_engine(
     num_valid: int,
     progress: ProgressFn = silent,
     ladder: BucketLadder | None = None,
+    keys: Sequence[ProgramKey] | None = None,
 ) -> Engine:
     """Make an engine from configurations and a weight loader.
 
@@ -111,6 +112,8 @@ def build_engine(
         num_valid: ids below this are real.
         progress: told of every stage.
         ladder: program shapes in place of the backend's default ladder.
+        keys: the main device's programs in place of the whole ladder: for measuring single steps, since a request that
+            needs another program fails.
 
     Raises:
         UserInputError: an option does not fit this machine.
@@ -157,7 +160,7 @@ def build_engine(
         main,
         params,
         shapes,
-        _main_keys(config, ladder),
+        _main_keys(config, ladder) if keys is None else tuple(keys),
         merge_widths=widths if overlap_device else (),
         fill_width=min(16, widths[-1]),
     )
@@ -296,7 +299,7 @@ def _sizes(
 def _default_ladder(limits: SchedulerConfig, platform: str) -> BucketLadder:
     """Few programs on a CPU, where compiling is slow and the references read no more pages than are live."""
     if platform != "cpu":
-        return limits.ladder("coarse")
+        return limits.ladder("gpu")
     return BucketLadder.from_limits(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,

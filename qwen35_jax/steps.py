@@ -94,6 +94,7 @@ class HostLayout:
             offset += count
         return out
 
+    @jax.named_scope("inputs")
     def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
         """Static slices of the vector, inside a trace."""
         out, offset = {}, 0
@@ -211,6 +212,7 @@ def _token_places(page_table: jax.Array, owner: jax.Array, position: jax.Array, 
     return jnp.where(valid, page, 0), jnp.where(valid, position % PAGE_SIZE, 0)
 
 
+@jax.named_scope("inputs")
 def _prefill_inputs(fields: Mapping[str, jax.Array], bucket: Bucket) -> tuple[PrefillInputs, TokenOwners]:
     """Prefill inputs of the model, and the owner of every token."""
     cu, starts = fields["cu_seqlens"], fields["starts"]
@@ -232,6 +234,7 @@ def _prefill_inputs(fields: Mapping[str, jax.Array], bucket: Bucket) -> tuple[Pr
     return inputs, owners
 
 
+@jax.named_scope("inputs")
 def _decode_inputs(fields: Mapping[str, jax.Array], bucket: Bucket, last_token: jax.Array, step) -> DecodeInputs:
     """Decode inputs of the model at ``step`` of a dispatch; rows past their steps turn into padding."""
     active = step < fields["steps"]
@@ -260,6 +263,7 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
     if key.steps > 1 and with_prefill:
         raise ValueError(f"several steps a dispatch exist for decode programs only, not for {key}")
 
+    @jax.named_scope("sampling")
     def draw(model, state: DeviceState, hidden, slots, active):
         out, sampler = sampling.sample(
             state.sampler, model.logits(hidden), slots, active, variant=key.variant, num_valid=spec.num_valid
@@ -269,7 +273,8 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
         return state._replace(sampler=sampler, last_token=last_token), _result_rows(out, key.variant)
 
     def step(params, state: DeviceState, packed):
-        model = spec.pack.unpack(params)
+        with jax.named_scope("params"):
+            model = spec.pack.unpack(params)
         fields = layout.unpack(packed)
         prefill = decode = None
         if with_prefill:

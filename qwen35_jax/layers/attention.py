@@ -53,7 +53,7 @@ class GatedAttention(nnx.Module):
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
         layer = self.pool_layer
 
-        projected = linear(x, self.qkv_proj[...])  # [M, 2NH + 2KH]
+        projected = linear(x, self.qkv_proj[...], "qkv_proj")  # [M, 2NH + 2KH]
         q, gate, k, v = jnp.split(projected, np.cumsum([q_dim, q_dim, kv_dim]), axis=-1)
         q, gate = (y.reshape(tokens, config.num_heads, config.head_dim) for y in (q, gate))  # [M, N, H]
         k, v = (y.reshape(tokens, config.num_kv_heads, config.head_dim) for y in (k, v))  # [M, K, H]
@@ -102,4 +102,4 @@ class GatedAttention(nnx.Module):
                     implementation=self.kernels,
                 )
             )
-        return linear(batch.join(mixed).reshape(tokens, q_dim), self.o_proj[...]), kv_pool
+        return linear(batch.join(mixed).reshape(tokens, q_dim), self.o_proj[...], "o_proj"), kv_pool

@@ -64,7 +64,7 @@ class GatedDeltaNet(nnx.Module):
         layer = self.pool_layer
         heads = {"num_k_heads": gdn.num_k_heads, "head_k_dim": gdn.head_k_dim, "implementation": self.kernels}
 
-        projected = linear(x, self.in_proj[...])  # [M, Cc + Hv*Dv + 2*Hv]
+        projected = linear(x, self.in_proj[...], "in_proj")  # [M, Cc + Hv*Dv + 2*Hv]
         bounds = np.cumsum([gdn.conv_dim, gdn.value_dim, gdn.num_v_heads])
         prefill_parts, decode_parts = (jnp.split(part, bounds, axis=-1) for part in batch.split(projected))
 
@@ -99,7 +99,7 @@ class GatedDeltaNet(nnx.Module):
                 **heads,
             )  # [B, Hv*Dv]
             mixed.append(y)
-        return linear(batch.join(mixed), self.out_proj[...]), conv_pool, state_pool
+        return linear(batch.join(mixed), self.out_proj[...], "out_proj"), conv_pool, state_pool
 
 
 def _initial_conv_weight(rngs: nnx.Rngs | None, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:

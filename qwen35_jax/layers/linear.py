@@ -14,9 +14,10 @@ def precision_of(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def linear(x: Activations, weight: Matrix) -> jax.Array:
-    """``x @ weight`` with fp32 accumulation, rounded once to the dtype of ``x``."""
-    return jnp.dot(x, weight, precision=precision_of(x.dtype))
+def linear(x: Activations, weight: Matrix, scope: str = "linear") -> jax.Array:
+    """``x @ weight`` with fp32 accumulation, rounded once to the dtype of ``x``; profiles show it as ``scope``."""
+    with jax.named_scope(scope):
+        return jnp.dot(x, weight, precision=precision_of(x.dtype))
 
 
 def unembed(x: Activations, table: Matrix | Embedding, *, transposed: bool) -> Logits:

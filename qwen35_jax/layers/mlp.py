@@ -26,10 +26,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Activations) -> Activations:
         """Maps ``[M, D]`` to ``[M, D]``."""
-        gate, up = jnp.split(linear(x, self.gate_up[...]), 2, axis=-1)  # [M, F] each
-        return linear(swiglu(gate, up), self.down[...])
+        gate, up = jnp.split(linear(x, self.gate_up[...], "gate_up"), 2, axis=-1)  # [M, F] each
+        return linear(swiglu(gate, up), self.down[...], "down")
 
 
+@jax.named_scope("swiglu")
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """``silu(gate) * up`` in fp32, rounded once (the reference rounds after the SiLU as well).
 

@@ -6,12 +6,14 @@ activation dtype before the weight; here it stays in fp32. Block norms agree (th
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from qwen35_jax.shapes import Activations, DeltaOutputs, Vector
 
 
+@jax.named_scope("norm")
 def rms_norm(x: Activations, weight: Vector, eps: float) -> Activations:
     """``x_hat * (1 + weight)`` over the last axis.
 
@@ -30,6 +32,7 @@ def rms_norm(x: Activations, weight: Vector, eps: float) -> Activations:
     return (x_hat * (1.0 + weight)).astype(x.dtype)
 
 
+@jax.named_scope("gated_norm")
 def gated_rms_norm(x: DeltaOutputs, z: DeltaOutputs, weight: Vector, eps: float) -> DeltaOutputs:
     """``weight * x_hat * silu(z)`` over the last axis: the norm comes first, then the gate.
 
