@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -100,7 +100,7 @@ def build_engine(
     num_valid: int,
     progress: ProgressFn = silent,
     ladder: BucketLadder | None = None,
-    keys: Sequence[ProgramKey] | None = None,
+    choose: Callable[[BucketLadder], Sequence[ProgramKey]] | None = None,
 ) -> Engine:
     """Make an engine from configurations and a weight loader.
 
@@ -112,8 +112,8 @@ def build_engine(
         num_valid: ids below this are real.
         progress: told of every stage.
         ladder: program shapes in place of the backend's default ladder.
-        keys: the main device's programs in place of the whole ladder: for measuring single steps, since a request that
-            needs another program fails.
+        choose: the main device's programs, given the ladder, in place of all that it has: for measuring single steps,
+            since a request that needs another program fails.
 
     Raises:
         UserInputError: an option does not fit this machine.
@@ -160,7 +160,7 @@ def build_engine(
         main,
         params,
         shapes,
-        _main_keys(config, ladder) if keys is None else tuple(keys),
+        _main_keys(config, ladder) if choose is None else tuple(choose(ladder)),
         merge_widths=widths if overlap_device else (),
         fill_width=min(16, widths[-1]),
     )
