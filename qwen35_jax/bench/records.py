@@ -176,7 +176,7 @@ class Record:
             found.append("measured on a CPU")
         if (mismatch := self.checks.get("first_mismatch")) is not None:
             found.append(f"wrong output: first mismatch {json.dumps(mismatch)}")
-        for name in ("failed", "compiles_after_warmup"):
+        for name in ("failed", "wrong_length", "compiles_after_warmup"):
             if self.checks.get(name):
                 found.append(f"{name} = {self.checks[name]}")
         return tuple(found)

@@ -1,0 +1,338 @@
+"""Tables of measured figures beside the peers' and the floors, as Markdown.
+
+A record whose checks failed is shown as invalid, with the reason and never with its figures. Every section is a
+function of everything that is known and of the path of the results as the document sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from qwen35_jax.bench.device_trace import GROUP_OF
+from qwen35_jax.bench.known import (
+    FLOOR_DEVICE,
+    MAIN_METRIC,
+    STARTS,
+    Known,
+    PeerFigure,
+    cell_order,
+    size_order,
+)
+from qwen35_jax.bench.records import DIRTY, UNKNOWN_COMMIT, Record, parse_cell
+
+type Section = Callable[[Known, str], str]
+
+LATENCIES = ("tpot_mean_ms", "itl_p50_ms", "itl_p99_ms", "ttft_mean_ms", "output_tok_s")
+NO_FIGURE = "–"
+MEMORY_METRICS = ("peak_memory_gib", "planned_memory_gib")
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> str:
+    """A figure with about three digits, or a range of two."""
+    if value is None:
+        return NO_FIGURE
+    if isinstance(value, list | tuple):
+        return "-".join(number(item) for item in value)
+    if isinstance(value, int) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def floor_number(value: float, kind: str) -> str:
+    """A floor: milliseconds with a decimal, rates in tens."""
+    return f"{value:.1f}" if kind == "decode" else f"{round(value, -1):,.0f}"
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return NO_FIGURE if value is None else f"{value:.0%}"
+
+
+def measured(record: Record | None, results: str) -> str:
+    """Commit and file of a record; ``results`` is the path of the results as the document sees it."""
+    if record is None:
+        return "not measured"
+    if record.commit == UNKNOWN_COMMIT:
+        commit = "**no commit**"
+    else:
+        commit = f"`{record.commit.removesuffix(DIRTY)[:9]}`" + (" **+ uncommitted changes**" if record.dirty else "")
+    where = "" if record.device == FLOOR_DEVICE else f"{record.device}, "
+    many = "" if record.device_count == 1 else f"{record.device_count} devices, "
+    return f"{where}{many}{commit}, [{record.source}]({results}/{record.source})"
+
+
+def invalid(record: Record) -> str:
+    """What stands in place of figures that do not count."""
+    return "**invalid**: " + "; ".join(record.faults()).replace("|", "/")
+
+
+def bound_by(record: Record | None) -> str:
+    """The two largest groups of a step's parts, with their shares of the step."""
+    if record is None:
+        return NO_FIGURE
+    parts, step = record.metrics.get("parts"), record.metrics.get("step_ms")
+    if not isinstance(parts, Mapping) or not step:
+        return NO_FIGURE
+    groups = {"idle": record.metrics.get("idle_ms") or 0.0}
+    for part, ms in parts.items():
+        group = GROUP_OF.get(part, part)
+        groups[group] = groups.get(group, 0.0) + ms
+    largest = sorted((name for name in groups if groups[name] > 0), key=lambda name: -groups[name])[:2]
+    return ", ".join(f"{name} {groups[name] / step:.0%}" for name in largest) or NO_FIGURE
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are not aligned."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def notes(known: Known, cells: Sequence[str]) -> str:
+    """Conditions of the peers' figures, and the figures that tables do not show, as a list.
+
+    Cells are named where a condition is not that of all cells.
+    """
+    grouped: dict[str, list[str]] = {}
+    for cell in cells:
+        shown: set[str] = set()
+        for figure in known.peers.cells.get(cell, ()):
+            text = f"{known.peers.labels[figure.peer]}: {figure.conditions}" if figure.conditions else ""
+            if figure.peer in shown:
+                figures = ", ".join(f"`{name}` {number(value)}" for name, value in figure.metrics.items())
+                text = f"{text or known.peers.labels[figure.peer]}: {figures}"
+            shown.add(figure.peer)
+            if text:
+                grouped.setdefault(text, []).append(cell)
+    with_peers = [cell for cell in cells if cell in known.peers.cells]
+    return "\n".join(
+        f"- {text}" + ("" if meant == with_peers else f" ({', '.join(f'`{cell}`' for cell in meant)})")
+        for text, meant in grouped.items()
+    )
+
+
+def share_of_floor(kind: str, ours: float | None, floor: float) -> float | None:
+    """How much of what is possible: 1 is the floor itself."""
+    if not ours:
+        return None
+    return floor / ours if kind == "decode" else ours / floor
+
+
+# --- sections ----------------------------------------------------------------------------------------------------
+
+
+def headline_row(known: Known, cell: str, metric: str | None = None) -> dict[str, str]:
+    """A cell's columns by name; ``metric`` says which, where a kind has several main ones."""
+    kind = parse_cell(cell).kind
+    metric = metric or MAIN_METRIC[kind]
+    record, good = known.record(cell, metric), known.valid(cell, metric)
+    figure = good.metrics[metric] if good else None
+    peer_metric = "ready_s" if kind == "start" else metric
+    row = {
+        "cell": f"`{cell}`",
+        "ours": invalid(record) if record is not None and good is None else number(figure),
+        "idle": percent(good.metrics.get("idle_share") if good else None),
+        "padding": NO_FIGURE,
+        "bound": bound_by(good),
+    }
+    for name in ("vllm", "transformers"):
+        peer = known.peer(cell, name)
+        row[name] = number(peer.metrics.get(peer_metric)) if peer else NO_FIGURE
+    floor = known.floor(cell)
+    row["floor"] = floor_number(floor[0], kind) if floor else NO_FIGURE
+    row["overlapped"] = floor_number(floor[1], kind) if floor and floor[1] else NO_FIGURE
+    row["share"] = percent(share_of_floor(kind, figure, floor[0]) if floor else None)
+    if good and "prefill_padding" in good.metrics:
+        row["padding"] = " / ".join(percent(good.metrics.get(name)) for name in ("prefill_padding", "decode_padding"))
+    return row
+
+
+def headline_section(kind: str, header: Mapping[str, str]) -> Callable[[Known, str], str]:
+    """A section with a row a cell; ``header`` maps columns of :func:`headline_row` to their titles."""
+
+    def section(known: Known, results: str) -> str:
+        cells = known.cells(kind)
+        rows = []
+        for cell in cells:
+            row = headline_row(known, cell)
+            rows.append([*(row[name] for name in header), measured(known.record(cell), results)])
+        titles = [title.format(**known.peers.labels) for title in header.values()]
+        return _join(table([*titles, "commit, file"], rows), notes(known, cells))
+
+    return section
+
+
+def latency_section(kind: str) -> Callable[[Known, str], str]:
+    """A row for us and one for each peer."""
+
+    def section(known: Known, results: str) -> str:
+        header = ["cell", "", "TPOT mean, ms", "ITL p50, ms", "ITL p99, ms", "TTFT mean, ms", "output tok/s"]
+        rows = []
+        for cell in known.cells(kind):
+            record, good = known.record(cell), known.valid(cell)
+            figures = [number(good.metrics.get(name)) if good else NO_FIGURE for name in LATENCIES]
+            if record is not None and good is None:
+                figures[0] = invalid(record)
+            rows.append([f"`{cell}`", "ours", *figures, measured(record, results)])
+            if peer := known.peer(cell, "vllm"):
+                figures = [number(peer.metrics.get(name)) for name in LATENCIES]
+                rows.append(["", known.peers.labels["vllm"], *figures, ""])
+        return _join(table([*header, "commit, file"], rows), notes(known, known.cells(kind)))
+
+    return section
+
+
+def start_section(known: Known, results: str) -> str:
+    """Process start to first token: a row for each way to start."""
+    peers = [known.peers.labels[name] for name in ("vllm", "transformers")]
+    header = [
+        "cell",
+        "",
+        "ours, s",
+        "of it compiling, s",
+        "programs",
+        *(f"{peer}, s" for peer in peers),
+        "commit, file",
+    ]
+    rows = []
+    for cell in known.cells("start"):
+        others = [known.peer(cell, name) for name in ("vllm", "transformers")]
+        theirs = [number(other.metrics.get("ready_s")) if other else NO_FIGURE for other in others]
+        for metric, words in STARTS.items():
+            record, good = known.record(cell, metric), known.valid(cell, metric)
+            ours = invalid(record) if record is not None and good is None else _figure(good, metric)
+            programs = NO_FIGURE if good is None else str(good.metrics.get("programs", NO_FIGURE))
+            shown = theirs if metric == "cold_s" else ["", ""]
+            rows.append(
+                [f"`{cell}`", words, ours, _figure(good, "compile_s"), programs, *shown, measured(record, results)]
+            )
+    return _join(table(header, rows), notes(known, known.cells("start")))
+
+
+def _figure(record: Record | None, metric: str) -> str:
+    return NO_FIGURE if record is None else number(record.metrics.get(metric))
+
+
+def memory_section(known: Known, results: str) -> str:
+    """Peak of the device's memory against the plan, of every record that says both."""
+    rows = []
+    for record in known.newest():
+        if record.faults() or not all(record.metrics.get(name) for name in MEMORY_METRICS):
+            continue
+        peak, plan = (record.metrics[name] for name in MEMORY_METRICS)
+        rows.append([f"`{record.cell}`", number(peak), number(plan), f"{peak / plan:.1%}", measured(record, results)])
+    if not rows:
+        return "Not measured yet."
+    return table(["cell", "peak, GiB", "plan, GiB", "peak / plan", "commit, file"], rows)
+
+
+def kernel_section(known: Known, results: str) -> str:
+    """One operation at a time."""
+    header = ["cell", "implementation", "us", "TB/s or TFLOP/s", "share of ceiling", "spread", "peer", "commit, file"]
+    rows = []
+    for cell in known.cells("kernel"):
+        record, good = known.record(cell), known.valid(cell)
+        metrics = good.metrics if good else {}
+        peers = [p for name in known.peers.labels if (p := known.peer(cell, name))]
+        rows.append(
+            [
+                f"`{cell.removeprefix('kernel/')}`",
+                str(good.settings.get("implementation", NO_FIGURE)) if good else NO_FIGURE,
+                invalid(record) if record is not None and good is None else number(metrics.get("us")),
+                _rate(metrics),
+                percent(metrics.get("share_of_ceiling")),
+                percent(metrics.get("spread")),
+                "; ".join(f"{known.peers.labels[p.peer]} {_peer_kernel(p)}" for p in peers) or NO_FIGURE,
+                measured(record, results),
+            ]
+        )
+    return _join(table(header, rows), notes(known, known.cells("kernel")))
+
+
+def _rate(metrics: Mapping[str, Any]) -> str:
+    for name, unit in (("tb_s", "TB/s"), ("tflop_s", "TFLOP/s")):
+        if metrics.get(name) is not None:
+            return f"{number(metrics[name])} {unit}"
+    return NO_FIGURE
+
+
+def _peer_kernel(figure: PeerFigure) -> str:
+    return f"{number(figure.metrics['us'])} us" if "us" in figure.metrics else _rate(figure.metrics)
+
+
+def peers_section(known: Known, results: str) -> str:
+    """Where the peers' figures come from."""
+    provenance = known.peers.provenance
+    return (
+        f"The peers' figures were measured on {provenance['measured']} on one {provenance['device']}: "
+        f"{provenance['versions']}. Conditions: {provenance['conditions']}."
+    )
+
+
+def history_section(known: Known, results: str) -> str:
+    """Cells that were measured more than once, oldest first."""
+    rows = []
+    for cell, metric in sorted(known.series, key=lambda key: (parse_cell(key[0]).kind, cell_order(key[0]), key[1])):
+        records = known.series[cell, metric]
+        for record in records if len(records) > 1 else ():
+            figure = invalid(record) if record.faults() else number(record.metrics.get(metric))
+            rows.append([f"`{cell}`", metric, record.date[:10], figure, measured(record, results)])
+    if not rows:
+        return "No cell has been measured twice yet."
+    return table(["cell", "metric", "date", "figure", "commit, file"], rows)
+
+
+_SUMMARY = (
+    ("offline/{}/1024x128", "output_tok_s", "job, 1024 tokens in and 128 out: output tok/s"),
+    ("prefill/{}/8192", "tok_s", "prefill of 8192 prompt tokens: tok/s"),
+    ("decode/{}/rows1", "step_ms", "decode step of 1 row: ms"),
+    ("decode/{}/rows64", "step_ms", "decode step of 64 rows: ms"),
+    ("decode/{}/rows256", "step_ms", "decode step of 256 rows: ms"),
+    *(("start/{}", metric, f"start to first token, {words}: s") for metric, words in STARTS.items()),
+)
+
+
+def summary_section(known: Known, results: str) -> str:
+    """The short table of the front page: what was measured of every size, beside vLLM and the floor."""
+    rows, devices = [], set()
+    subjects = {parse_cell(cell).subject for cell, _ in known.series if not cell.startswith("kernel/")}
+    for size in sorted(subjects, key=size_order):
+        for form, metric, words in _SUMMARY:
+            cell = form.format(size)
+            if (record := known.record(cell, metric)) is not None:
+                row = headline_row(known, cell, metric)
+                rows.append([size.upper(), words, *(row[name] for name in ("ours", "vllm", "floor", "share", "bound"))])
+                devices.add(record.device)
+    if not rows:
+        return "No figures have been recorded yet."
+    caption = f"Measured on {' and '.join(sorted(devices))} with random weights, bf16, greedy, EOS ignored."
+    header = ["model", "", "ours", known.peers.labels["vllm"], "floor", "share of the floor", "bound by"]
+    return _join(caption, table(header, rows))
+
+
+def _join(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+_HEADLINE = {"cell": "cell", "ours": "ours", "vllm": "{vllm}"}
+_FLOOR = {"share": "share of the floor", "bound": "bound by"}
+_STEPS = {"idle": "GPU idle", "padding": "padding, prompts / rows"}
+SECTIONS: Mapping[str, Section] = {
+    "summary": summary_section,
+    "peers": peers_section,
+    "offline": headline_section(
+        "offline", {**_HEADLINE, "floor": "floor, in turns", "overlapped": "floor, overlapped", **_FLOOR, **_STEPS}
+    ),
+    "prefill": headline_section("prefill", {**_HEADLINE, "transformers": "{transformers}", "floor": "floor", **_FLOOR}),
+    "decode": headline_section("decode", {**_HEADLINE, "floor": "floor", **_FLOOR}),
+    "closed": latency_section("closed"),
+    "open": latency_section("open"),
+    "start": start_section,
+    "memory": memory_section,
+    "kernels": kernel_section,
+    "history": history_section,
+}
+"""What documents may ask for by name."""

@@ -1,0 +1,206 @@
+"""Makes the tables and pictures of measured figures from the results files.
+
+    python scripts/bench_report.py            # writes them
+    python scripts/bench_report.py --check    # exits with 1 when the documents are not what the results say
+
+Reads ``benchmarks/results/*.json`` (the newest record of each cell counts), ``benchmarks/peers.json`` and the floors of
+the model, and replaces what stands between ``<!-- bench:begin NAME -->`` and ``<!-- bench:end -->`` in the documents.
+"""
+
+import difflib
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from qwen35_jax.bench import pictures
+from qwen35_jax.bench.known import Known, load_known
+from qwen35_jax.bench.pictures import Panel
+from qwen35_jax.bench.records import parse_cell
+from qwen35_jax.bench.report import SECTIONS
+from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.errors import UserInputError
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENTS: Mapping[str, frozenset[str]] = {
+    "README.md": frozenset({"summary"}),
+    "benchmarks/README.md": frozenset(SECTIONS) - {"summary"},
+}
+"""Documents under the root, and the sections that each must have."""
+PICTURES = "benchmarks/pictures"
+MOST_HISTORIES = 12
+
+_BLOCK = re.compile(r"(<!-- bench:begin (\S+) -->\n)(.*?)(<!-- bench:end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- bench:(begin|end)")
+
+
+def fill(text: str, name: str, known: Known, drawn: Mapping[str, Sequence[str]]) -> str:
+    """A document with its sections made anew.
+
+    Args:
+        text: the document.
+        name: its path under the root.
+        known: figures.
+        drawn: names of the pictures of a section.
+
+    Raises:
+        UserInputError: a section is missing, unknown, there twice, or a marker has no partner.
+    """
+    blocks = [match[2] for match in _BLOCK.finditer(text)]
+    if len(_MARKER.findall(text)) != 2 * len(blocks) or any(_MARKER.search(m[3]) for m in _BLOCK.finditer(text)):
+        raise UserInputError(f"{name}: a bench:begin marker without its bench:end, or the other way round")
+    wanted = DOCUMENTS[name]
+    for block in blocks:
+        if block not in wanted:
+            raise UserInputError(f"{name}: unknown section {block!r} (known here: {', '.join(sorted(wanted))})")
+        if blocks.count(block) > 1:
+            raise UserInputError(f"{name}: section {block!r} is there twice")
+    if missing := sorted(wanted - set(blocks)):
+        raise UserInputError(f"{name}: no section {missing[0]!r} (<!-- bench:begin {missing[0]} -->)")
+    depth = name.count("/")
+    results = "results" if depth else "benchmarks/results"
+
+    def section(match: re.Match[str]) -> str:
+        body = SECTIONS[match[2]](known, results)
+        for picture in drawn.get(match[2], ()):
+            body += f"\n\n![{picture}]({'pictures' if depth else PICTURES}/{picture}.png)"
+        return f"{match[1]}\n{body}\n\n{match[4]}"
+
+    return _BLOCK.sub(section, text)
+
+
+def plan_pictures(known: Known) -> dict[str, Callable[[pathlib.Path], None]]:
+    """How to draw the picture of every section that has one, for the sections that have figures."""
+    planned: dict[str, Callable[[pathlib.Path], None]] = {}
+    if panels := decode_panels(known):
+        planned["decode"] = lambda path: pictures.draw_lines(path, panels, logarithmic=True)
+    if offline := offline_bars(known):
+        planned["offline"] = lambda path: pictures.draw_bars(path, "Whole jobs", "output tokens a second", offline)
+    if kernels := kernel_bars(known):
+        title = "Kernels: share of the ceiling that bounds them"
+        planned["kernels"] = lambda path: pictures.draw_bars(path, title, "per cent", kernels, limit=100)
+    if histories := history_panels(known):
+        planned["history"] = lambda path: pictures.draw_lines(path, histories)
+    return planned
+
+
+def decode_panels(known: Known) -> list[Panel]:
+    """Milliseconds a step against rows, a panel a size that was measured."""
+    sizes: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for cell in known.cells("decode"):
+        parsed = parse_cell(cell)
+        series = sizes.setdefault(parsed.subject, {"ours": [], "vLLM": [], "floor": []})
+        rows = float(parsed.load or 0)
+        if good := known.valid(cell):
+            label = "@".join(["ours", *parsed.suffixes])
+            series.setdefault(label, []).append((rows, good.metrics["step_ms"]))
+        if not parsed.suffixes:
+            if peer := known.peer(cell, "vllm"):
+                series["vLLM"].append((rows, peer.metrics["step_ms"]))
+            if floor := known.floor(cell):
+                series["floor"].append((rows, floor[0]))
+    return [
+        Panel(f"{size.upper()} decode step", "rows", "ms", series)
+        for size, series in sizes.items()
+        if any(points for label, points in series.items() if label.startswith("ours"))
+    ]
+
+
+def offline_bars(known: Known) -> dict[str, dict[str, float]]:
+    """Output tokens a second of every job that was measured."""
+    bars = {}
+    for cell in known.cells("offline"):
+        if good := known.valid(cell):
+            values = {"ours": good.metrics["output_tok_s"]}
+            if peer := known.peer(cell, "vllm"):
+                values["vLLM"] = peer.metrics["output_tok_s"]
+            if floor := known.floor(cell):
+                values["floor"] = floor[0]
+            bars[cell.removeprefix("offline/")] = values
+    return bars
+
+
+def kernel_bars(known: Known) -> dict[str, dict[str, float]]:
+    """Share of the ceiling of every kernel that was measured, in per cent."""
+    shares = {}
+    for cell in known.cells("kernel"):
+        good = known.valid(cell)
+        if good and (share := good.metrics.get("share_of_ceiling")) is not None:
+            shares[cell.removeprefix("kernel/")] = {"ours": 100 * share}
+    return shares
+
+
+def history_panels(known: Known) -> list[Panel]:
+    """The main figure against the date, of the cells with the most records; kernels come last."""
+    found = []
+    for (cell, metric), records in sorted(known.series.items()):
+        points = [(r.when, r.metrics[metric]) for r in records if not r.faults()]
+        if len(points) > 1:
+            found.append((cell.startswith("kernel/"), -len(points), Panel(cell, "", metric, {"ours": points})))
+    found.sort(key=lambda item: item[:2])
+    return [panel for *_, panel in found[:MOST_HISTORIES]]
+
+
+def report(root: pathlib.Path, *, check: bool, draw: bool) -> list[str]:
+    """Make (or with ``check`` compare) documents and pictures.
+
+    Returns:
+        Files that were changed, or that differ; with ``check`` as diffs.
+
+    Raises:
+        UserInputError: a results file, peers.json or a document is wrong, or matplotlib is missing.
+    """
+    known = load_known(root / "benchmarks/results", root / "benchmarks/peers.json")
+    planned = plan_pictures(known)
+    drawn = {name: [name] for name in planned}
+    # Where the time of steps goes: scripts/profile_step.py draws those.
+    drawn["decode"] = [*drawn.get("decode", ()), *sorted(path.stem for path in (root / PICTURES).glob("step-*.png"))]
+    old, new = {}, {}
+    for name in DOCUMENTS:
+        try:
+            old[name] = (root / name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserInputError(f"{name}: {error.strerror or error}") from error
+        new[name] = fill(old[name], name, known, drawn)
+    different = [name for name in DOCUMENTS if old[name] != new[name]]
+    if check:
+        absent = [f"{PICTURES}/{name}.png" for name in planned if not (root / PICTURES / f"{name}.png").is_file()]
+        return [diff(name, old[name], new[name]) for name in different] + [f"{path} is missing\n" for path in absent]
+    if draw:
+        for name, drawing in planned.items():
+            drawing(root / PICTURES / f"{name}.png")
+    for name in different:
+        (root / name).write_text(new[name], encoding="utf-8")
+    return different + ([f"{PICTURES}/{name}.png" for name in planned] if draw else [])
+
+
+def diff(name: str, old: str, new: str) -> str:
+    """What would change in a document."""
+    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, f"{name} from the results", n=0)
+    return "".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    line = CommandLine("bench_report.py [--check] [--flag=value ...]", __doc__ or "")
+    line.group("Report")
+    line.define("bool", "check", False, "Write nothing; exit with 1 when something would change.")
+    line.define("bool", "pictures", True, "Draw pictures, with matplotlib (the extra bench).")
+    line.define("str", "root", str(ROOT), "The checkout.")
+    try:
+        if asks_for_help(argv):
+            print(line.help())
+            return 0
+        line.parse(argv)
+        found = report(pathlib.Path(line.root), check=line.check, draw=line.pictures)
+    except UserInputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if line.check and found:
+        print("".join(found) + "the documents are not what the results say: run python scripts/bench_report.py")
+        return 1
+    print("as the results say" if line.check else "\n".join(found) or "nothing changed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

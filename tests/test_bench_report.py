@@ -1,0 +1,297 @@
+"""The report of measured figures: what tables say, what counts, and that documents are what the results say."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+
+from qwen35_jax.bench import pictures
+from qwen35_jax.bench.known import load_known, load_peers
+from qwen35_jax.bench.records import Record, append_records
+from qwen35_jax.errors import UserInputError
+from scripts import bench_report
+
+ROOT = pathlib.Path(__file__).parent.parent
+NAMES = sorted(bench_report.DOCUMENTS["benchmarks/README.md"])
+
+
+@pytest.fixture
+def root(tmp_path) -> pathlib.Path:
+    """A checkout without records: documents with empty sections and the real figures of the peers."""
+    (tmp_path / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks/peers.json", tmp_path / "benchmarks")
+    (tmp_path / "README.md").write_text("# Front\n\n<!-- bench:begin summary -->\n<!-- bench:end -->\n\nafter\n")
+    blocks = "\n".join(f"## {name}\n<!-- bench:begin {name} -->\nold words\n<!-- bench:end -->\n" for name in NAMES)
+    (tmp_path / "benchmarks/README.md").write_text("# Benchmarks\n\n" + blocks)
+    return tmp_path
+
+
+def add(root: pathlib.Path, cell: str, metrics: dict, file: str = "2026-01-02-first.json", **fields) -> None:
+    values = {
+        "device": "NVIDIA H200",
+        "device_count": 1,
+        "commit": "0123456789abcdef",
+        "jax": "0.11.2",
+        "command": "a command",
+        "date": "2026-01-02T03:04:05+00:00",
+        "settings": {},
+        "checks": {"first_mismatch": None},
+    }
+    append_records(root / "benchmarks/results" / file, [Record(cell=cell, metrics=metrics, **{**values, **fields})])
+
+
+def make(root: pathlib.Path, *, draw: bool = False) -> str:
+    bench_report.report(root, check=False, draw=draw)
+    return (root / "benchmarks/README.md").read_text()
+
+
+def row(text: str, start: str) -> list[str]:
+    """Columns of the first table line that begins so."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start} |"))
+    return [column.strip() for column in line.strip("|").split(" | ")]
+
+
+def section(text: str, name: str) -> str:
+    return re.search(rf"bench:begin {name} -->(.*?)<!-- bench:end", text, re.DOTALL)[1]
+
+
+def test_the_documents_of_this_checkout_are_what_its_results_say():
+    assert bench_report.report(ROOT, check=True, draw=False) == []
+
+
+def test_without_records_there_are_peers_and_floors_and_no_figure(root):
+    text = make(root, draw=True)
+    assert row(text, "`decode/4b/rows64`") == ["`decode/4b/rows64`", "–", "6.22", "4.0", "–", "–", "not measured"]
+    offline = row(text, "`offline/4b/1024x128`")
+    assert offline[1:3] == ["–", "5,743"] and offline[5:8] == ["–"] * 3
+    assert float(offline[3].replace(",", "")) == pytest.approx(8610, rel=0.005)
+    assert "1024 rows, 16k tokens a step: `output_tok_s` 5,833" in text, "a peer's second figure is in the notes"
+    assert "No figures have been recorded yet" in (root / "README.md").read_text()
+    assert "old words" not in text and not (root / "benchmarks/pictures").exists()
+
+
+def test_figures_stand_beside_vllm_and_the_floor(root):
+    parts = {"in_proj": 2.0, "down": 2.5, "gdn_decode": 2.0, "sampling": 0.5}
+    metrics = {"step_ms": 8.0, "idle_ms": 1.0, "parts": parts}
+    add(root, "decode/4b/rows64", metrics, settings={"context": 1088})
+    add(root, "prefill/4b/8192", {"tok_s": 54635.0})
+    padding = {"prefill_padding": 0.031, "decode_padding": 0.002}
+    add(root, "offline/4b/1024x128", {"output_tok_s": 4310.0, "idle_share": 0.05, **padding})
+    text = make(root)
+    where = "`012345678`, [2026-01-02-first.json](results/2026-01-02-first.json)"
+    assert row(text, "`decode/4b/rows64`")[1:] == ["8.00", "6.22", "4.0", "50%", "GEMMs 56%, GDN 25%", where]
+    assert row(text, "`prefill/4b/8192`")[1:6] == ["54,635", "75,000", "51,400", "109,270", "50%"]
+    assert row(text, "`offline/4b/1024x128`")[5:9] == ["50%", "–", "5%", "3% / 0%"]
+    front = (root / "README.md").read_text()
+    assert "| 4B | decode step of 64 rows: ms | 8.00 | 6.22 | 4.0 | 50% | GEMMs 56%, GDN 25% |" in front
+    assert front.startswith("# Front\n") and front.endswith("\nafter\n"), "text around the markers stays"
+
+
+def test_the_floor_follows_the_record(root):
+    add(root, "decode/4b/rows64", {"step_ms": 8.0}, settings={"context": 100_000})
+    add(root, "decode/4b/rows64@bf16state", {"step_ms": 8.0}, settings={"context": 1088})
+    add(root, "decode/4b/rows8@fp32", {"step_ms": 8.0})
+    add(root, "offline/4b/lognormal", {"output_tok_s": 1.0, "requests": 2, "input_tokens": 2048, "output_tokens": 256})
+    text = make(root)
+    assert row(text, "`decode/4b/rows64`")[3] == "52.7"
+    assert row(text, "`decode/4b/rows64@bf16state`")[3] == "3.2"
+    assert row(text, "`decode/4b/rows8@fp32`")[3] == "–"
+    assert row(text, "`offline/4b/lognormal`")[3] == row(text, "`offline/4b/1024x128`")[3]
+
+
+def test_another_device_has_neither_peers_nor_floors(root):
+    add(root, "decode/4b/rows64", {"step_ms": 8.0}, device="NVIDIA A100")
+    add(root, "decode/4b/rows8", {"step_ms": 8.0}, device_count=2)
+    text = make(root)
+    assert row(text, "`decode/4b/rows64`")[1:5] == ["8.00", "–", "–", "–"]
+    assert row(text, "`decode/4b/rows64`")[6].startswith("NVIDIA A100, `012345678`")
+    assert row(text, "`decode/4b/rows8`")[2:5] == ["–"] * 3
+    assert row(text, "`decode/4b/rows8`")[6].startswith("2 devices, ")
+
+
+def test_only_the_newest_record_counts_and_the_others_are_history(root):
+    add(root, "decode/4b/rows1", {"step_ms": 9.0}, "b.json", date="2026-01-03T00:00:00+00:00")
+    add(root, "decode/4b/rows1", {"step_ms": 7.0}, "a.json", date="2026-02-03T00:00:00+00:00")
+    add(root, "decode/4b/rows8", {"step_ms": 5.0})
+    text = make(root, draw=True)
+    assert row(text, "`decode/4b/rows1`")[1] == "7.00"
+    rows = [line.split(" | ")[:4] for line in section(text, "history").splitlines() if "decode" in line]
+    assert rows == [
+        ["| `decode/4b/rows1`", "step_ms", "2026-01-03", "9.00"],
+        ["| `decode/4b/rows1`", "step_ms", "2026-02-03", "7.00"],
+    ]
+    assert "![history](pictures/history.png)" in text
+
+
+@pytest.mark.parametrize(
+    ("cell", "metrics"),
+    [
+        ("decode/4b/rows1", {"step_ms": 123.25}),
+        ("prefill/4b/8192", {"tok_s": 123.25}),
+        ("offline/4b/1024x128", {"output_tok_s": 123.25}),
+        ("start/4b", {"cold_s": 123.25, "compile_s": 123.25, "peak_memory_gib": 123.25, "planned_memory_gib": 123.25}),
+        ("closed/4b/c8/1024x256", {"tpot_mean_ms": 123.25, "ttft_mean_ms": 123.25}),
+        ("kernel/gdn_decode/4b-rows64", {"us": 123.25, "tb_s": 123.25, "share_of_ceiling": 123.25}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"checks": {"first_mismatch": {"request": 3, "token": 5}}}, 'first mismatch {"request": 3, "token": 5}'),
+        ({"device": "cpu"}, "measured on a CPU"),
+    ],
+)
+def test_figures_that_do_not_count_appear_nowhere(root, cell, metrics, fields, reason):
+    add(root, cell, metrics, **fields)
+    text = make(root, draw=True) + (root / "README.md").read_text()
+    assert "**invalid**" in text and reason in text
+    assert "123" not in text.replace("0123456789", "").replace("012345678", "")
+    assert not (root / "benchmarks/pictures").exists()
+
+
+def test_code_that_no_commit_holds_is_flagged(root):
+    add(root, "decode/4b/rows1", {"step_ms": 9.0}, commit="0123456789abcdef+dirty")
+    add(root, "decode/4b/rows8", {"step_ms": 9.0}, commit="unknown")
+    text = make(root)
+    assert "`012345678` **+ uncommitted changes**, [" in row(text, "`decode/4b/rows1`")[6]
+    assert "**no commit**, [" in row(text, "`decode/4b/rows8`")[6]
+
+
+def test_both_ways_to_start_are_kept(root):
+    memory = {"peak_memory_gib": 99.0, "planned_memory_gib": 100.0}
+    add(root, "start/4b", {"cold_s": 80.5, "compile_s": 61.0, "programs": 40, **memory})
+    add(root, "start/4b", {"warm_s": 20.5, "compile_s": 5.0, "programs": 40}, date="2026-01-03T00:00:00+00:00")
+    text = make(root)
+    cold, warm = (line.split(" | ") for line in section(text, "start").splitlines() if "`start/4b` |" in line)
+    assert cold[1:7] == ["nothing cached", "80.5", "61.0", "40", "95-143", "20"]
+    assert warm[1:5] == ["compiled programs cached", "20.5", "5.00", "40"]
+    assert row(section(text, "memory"), "`start/4b`")[1:4] == ["99.0", "100", "99.0%"]
+    assert "No cell has been measured twice" in text
+    front = (root / "README.md").read_text()
+    assert "nothing cached: s | 80.5 | 95-143 |" in front and "programs cached: s | 20.5 |" in front
+
+
+def test_kernels_and_latencies(root):
+    add(
+        root,
+        "kernel/gdn_decode/4b-rows64@bf16state",
+        {"us": 55.5, "tb_s": 2.5, "share_of_ceiling": 0.587, "spread": 0.02},
+        settings={"implementation": "mosaic_sm90"},
+    )
+    add(root, "kernel/paged_prefill_attention/4b-2x4096", {"us": 999.5, "tflop_s": 275.2, "share_of_ceiling": None})
+    add(root, "closed/4b/c8/1024x256", {"tpot_mean_ms": 5.5, "itl_p50_ms": 5.25, "itl_p99_ms": 7.75})
+    text = make(root)
+    kernel = row(text, "`gdn_decode/4b-rows64@bf16state`")
+    assert kernel[1:7] == ["mosaic_sm90", "55.5", "2.50 TB/s", "59%", "2%", "–"]
+    attention = row(text, "`paged_prefill_attention/4b-2x4096`")
+    assert attention[3:5] == ["275 TFLOP/s", "–"] and "cuDNN 553 TFLOP/s; Mosaic" in attention[6]
+    assert row(text, "`closed/4b/c8/1024x256`")[1:7] == ["ours", "5.50", "5.25", "7.75", "–", "–"]
+
+
+def test_making_it_again_changes_nothing_and_check_sees_every_change(root, capsys):
+    add(root, "decode/4b/rows1", {"step_ms": 9.0})
+    argv = ["bench_report.py", f"--root={root}"]
+    assert bench_report.main([*argv, "--check"]) == 1
+    assert "old words" in capsys.readouterr().out, "the difference is shown"
+    assert bench_report.main(argv) == 0
+    files = [root / "README.md", root / "benchmarks/README.md", root / "benchmarks/pictures/decode.png"]
+    before = [path.read_bytes() for path in files]
+    assert bench_report.main(argv) == 0 and [path.read_bytes() for path in files] == before
+    assert bench_report.main([*argv, "--check"]) == 0
+
+    files[1].write_text(files[1].read_text().replace("9.00", "8.00"))
+    assert bench_report.main([*argv, "--check"]) == 1
+    assert "9.00" in capsys.readouterr().out and "8.00" in files[1].read_text(), "check writes nothing"
+    assert bench_report.main([*argv, "--nopictures"]) == 0
+    files[2].unlink()
+    assert bench_report.main([*argv, "--check"]) == 1
+    assert "decode.png is missing" in capsys.readouterr().out
+
+
+def test_pictures(root):
+    for rows, ms in ((1, 3.5), (8, 3.75), (64, 6.0)):
+        add(root, f"decode/4b/rows{rows}", {"step_ms": ms})
+        add(root, f"decode/9b/rows{rows}", {"step_ms": 2 * ms})
+    add(root, "decode/4b/rows64@bf16state", {"step_ms": 5.0})
+    add(root, "offline/4b/1024x128", {"output_tok_s": 4310.0})
+    add(root, "kernel/gdn_decode/4b-rows64", {"us": 55.5, "share_of_ceiling": 0.5})
+    add(root, "kernel/kv_write/4b-rows64", {"us": 5.5, "share_of_ceiling": 0.25})
+    (root / "benchmarks/pictures").mkdir()
+    (root / "benchmarks/pictures/step-4b.png").write_bytes(b"of another script")
+    text = make(root, draw=True)
+    for name in ("decode", "offline", "kernels"):
+        assert f"![{name}](pictures/{name}.png)" in section(text, name)
+        data = (root / f"benchmarks/pictures/{name}.png").read_bytes()
+        assert data.startswith(b"\x89PNG") and len(data) > 5000
+    assert "![step-4b](pictures/step-4b.png)" in section(text, "decode")
+    assert not (root / "benchmarks/pictures/history.png").exists()
+    panels = bench_report.decode_panels(load_known(root / "benchmarks/results", root / "benchmarks/peers.json"))
+    assert [panel.title for panel in panels] == ["4B decode step", "9B decode step"]
+    assert panels[0].series["ours"] == [(1, 3.5), (8, 3.75), (64, 6.0)]
+    assert panels[0].series["ours@bf16state"] == [(64, 5.0)]
+    assert len(panels[0].series["vLLM"]) == 7 and panels[1].series["vLLM"] == []
+
+
+def test_without_matplotlib_the_extra_is_named(root, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    argv = ["bench_report.py", f"--root={root}"]
+    assert bench_report.main(argv) == 0, "nothing to draw"
+    add(root, "decode/4b/rows1", {"step_ms": 9.0})
+    before = (root / "README.md").read_text()
+    assert bench_report.main(argv) == 2
+    assert "pip install '.[bench]'" in capsys.readouterr().err and (root / "README.md").read_text() == before
+    assert bench_report.main([*argv, "--nopictures"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("<!-- bench:begin offline -->", "", "without its bench:end"),
+        ("<!-- bench:begin offline -->", "<!-- bench:begin offlime -->", "unknown section 'offlime'"),
+        ("<!-- bench:begin offline -->", "<!-- bench:begin open -->", "'open' is there twice"),
+        ("<!-- bench:begin offline -->\nold words\n<!-- bench:end -->", "", "no section 'offline'"),
+        ("old words\n<!-- bench:end -->\n\n## offline", "## offline", "without its bench:end"),
+    ],
+)
+def test_wrong_markers_are_named(root, old, new, words):
+    path = root / "benchmarks/README.md"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(UserInputError, match=re.escape(words)) as caught:
+        bench_report.report(root, check=False, draw=False)
+    assert "benchmarks/README.md" in str(caught.value)
+
+
+def test_a_record_without_its_figure_is_named(root):
+    add(root, "decode/4b/rows1", {"tok_s": 9.0})
+    with pytest.raises(UserInputError, match="first.json: decode/4b/rows1 has no metric 'step_ms'"):
+        make(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v["cells"].update({"decode/4b/8": []}), "load '8' is not rows<N>"),
+        (lambda v: v["cells"].update({"start/4b": [{"peer": "who", "metrics": {}}]}), "unknown peer 'who'"),
+        (lambda v: v["provenance"].pop("device"), "'device' is missing"),
+        (lambda v: v.pop("peers"), "'peers' is missing"),
+    ],
+)
+def test_a_wrong_file_of_peers_is_named(root, change, words):
+    path = root / "benchmarks/peers.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserInputError, match=re.escape(words)) as caught:
+        load_peers(path)
+    assert "peers.json" in str(caught.value)
+
+
+def test_bars_leave_out_what_is_not_there(tmp_path):
+    pictures.draw_bars(
+        tmp_path / "a" / "b.png", "title", "unit", {"x": {"ours": 1.0, "floor": 2.0}, "y": {"ours": 3.0}}
+    )
+    assert (tmp_path / "a" / "b.png").stat().st_size > 5000
