@@ -96,7 +96,7 @@ def test_the_floor_follows_the_record(root):
     add(root, "offline/4b/lognormal", {"output_tok_s": 1.0, "requests": 2, "input_tokens": 2048, "output_tokens": 256})
     text = make(root)
     assert row(text, "`decode/4b/rows64`")[3] == "52.7"
-    assert row(text, "`decode/4b/rows64@bf16state`")[3] == "3.2"
+    assert row(text, "`decode/4b/rows64@bf16state`")[3] == "3.3"
     assert row(text, "`decode/4b/rows8@fp32`")[3] == "–"
     assert row(text, "`offline/4b/lognormal`")[3] == row(text, "`offline/4b/1024x128`")[3]
 
