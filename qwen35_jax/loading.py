@@ -146,7 +146,8 @@ def build_engine(
     for warning in plan.warnings:
         say(f"warning: {warning}")
     say(ladder.describe())
-    say("every shape is compiled in two sampler variants (greedy, full), before the first request")
+    if choose is None:
+        say("every shape is compiled in two sampler variants (greedy, full), before the first request")
 
     compiles = CompileCounter()
     spec = StepSpec(pack, num_valid)
