@@ -160,6 +160,11 @@ class Engine:
         return self._scheduler.config.max_num_seqs
 
     @property
+    def num_valid(self) -> int:
+        """Prompt ids are below this."""
+        return self._num_valid
+
+    @property
     def has_work(self) -> bool:
         """Whether anything is queued, running, under way or not yet handed out."""
         return bool(self._scheduler.has_work or self._pending or self._outputs)

@@ -1,0 +1,75 @@
+"""How long a process takes from its start to the first token of a job."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from qwen35_jax.bench.loops import Load, LoadRun
+from qwen35_jax.bench.workload import WorkItem, Workload
+
+if TYPE_CHECKING:
+    from qwen35_jax.engine import Engine
+
+StartKind = Literal["cold", "warm"]
+
+
+def process_age() -> float | None:
+    """Seconds since this process was started, Python's own start included; None where the system does not say.
+
+    The kernel counts a process's start in ticks since boot (``/proc/self/stat``, field 22), a hundred a second.
+    """
+    try:
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
+        ticks = int(fields[19])  # field 22; the first after the name is field 3
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return age if age >= 0 else None
+
+
+class CacheCounter:
+    """Counts what the persistent compilation cache had and what it lacked, through ``jax.monitoring`` events.
+
+    Attributes:
+        hits: programs that were read from the cache.
+        misses: programs that were compiled and written to it.
+    """
+
+    _HIT = "/jax/compilation_cache/cache_hits"
+    _MISS = "/jax/compilation_cache/cache_misses"
+
+    def __init__(self):
+        self.hits = self.misses = 0
+        jax.monitoring.register_event_listener(self._listen)
+
+    def _listen(self, event: str, **_: Any) -> None:
+        self.hits += event == self._HIT
+        self.misses += event == self._MISS
+
+    def close(self) -> None:
+        """Stop listening."""
+        jax.monitoring.unregister_event_listener(self._listen)
+
+
+def first_token_s(engine: Engine, item: WorkItem) -> float:
+    """Run one prompt to its first token; returns the seconds from its submission."""
+    first = Workload("first", (WorkItem(item.prompt, 1),))
+    return LoadRun(engine, first, Load("throughput"), prefix="first-").run().duration
+
+
+def start_failure(kind: StartKind, cache: CacheCounter) -> str | None:
+    """Why a start was not of the kind that its record claims, or None.
+
+    A warm start finds every program in the cache; a cold one finds hardly any (the same small program may be asked for
+    twice in one start).
+    """
+    if kind == "warm" and (not cache.hits or cache.misses):
+        return f"not a warm start: {cache.hits} programs came from the compilation cache, {cache.misses} did not"
+    if kind == "cold" and cache.hits > cache.misses:
+        return f"not a cold start: {cache.hits} programs came from the compilation cache"
+    return None
