@@ -63,7 +63,7 @@ def test_the_documents_of_this_checkout_are_what_its_results_say():
 
 def test_without_records_there_are_peers_and_floors_and_no_figure(root):
     text = make(root, draw=True)
-    assert row(text, "`decode/4b/rows64`") == ["`decode/4b/rows64`", "–", "6.22", "4.0", "–", "–", "not measured"]
+    assert row(text, "`decode/4b/rows64`") == ["`decode/4b/rows64`", "–", "6.22", "4.02", "–", "–", "not measured"]
     offline = row(text, "`offline/4b/1024x128`")
     assert offline[1:3] == ["–", "5,743"] and offline[5:8] == ["–"] * 3
     assert float(offline[3].replace(",", "")) == pytest.approx(8610, rel=0.005)
@@ -81,11 +81,14 @@ def test_figures_stand_beside_vllm_and_the_floor(root):
     add(root, "offline/4b/1024x128", {"output_tok_s": 4310.0, "idle_share": 0.05, **padding})
     text = make(root)
     where = "`012345678`, [2026-01-02-first.json](results/2026-01-02-first.json)"
-    assert row(text, "`decode/4b/rows64`")[1:] == ["8.00", "6.22", "4.0", "50%", "GEMMs 56%, GDN 25%", where]
-    assert row(text, "`prefill/4b/8192`")[1:6] == ["54,635", "75,000", "51,400", "109,270", "50%"]
+    assert row(text, "`decode/4b/rows64`")[1:] == ["8.00", "6.22", "4.02", "50%", "GEMMs 56%, GDN 25%", where]
+    assert row(text, "`prefill/4b/8192`")[1:6] == ["54,635", "75,000", "51,400", "109,272", "50%"]
     assert row(text, "`offline/4b/1024x128`")[5:9] == ["50%", "–", "5%", "3% / 0%"]
+    # A request takes 29.7 ms: 18.7 of them are prefill at 54,635 tokens/s, 10.0 are 128 steps of 20 ms for 256 rows.
+    add(root, "decode/4b/rows256", {"step_ms": 20.0})
+    assert row(make(root), "`offline/4b/1024x128`")[6] == "prefill 63%, decode 34%"
     front = (root / "README.md").read_text()
-    assert "| 4B | decode step of 64 rows: ms | 8.00 | 6.22 | 4.0 | 50% | GEMMs 56%, GDN 25% |" in front
+    assert "| 4B | decode step of 64 rows: ms | 8.00 | 6.22 | 4.02 | 50% | GEMMs 56%, GDN 25% |" in front
     assert front.startswith("# Front\n") and front.endswith("\nafter\n"), "text around the markers stays"
 
 
@@ -96,7 +99,7 @@ def test_the_floor_follows_the_record(root):
     add(root, "offline/4b/lognormal", {"output_tok_s": 1.0, "requests": 2, "input_tokens": 2048, "output_tokens": 256})
     text = make(root)
     assert row(text, "`decode/4b/rows64`")[3] == "52.7"
-    assert row(text, "`decode/4b/rows64@bf16state`")[3] == "3.3"
+    assert row(text, "`decode/4b/rows64@bf16state`")[3] == "3.27"
     assert row(text, "`decode/4b/rows8@fp32`")[3] == "–"
     assert row(text, "`offline/4b/lognormal`")[3] == row(text, "`offline/4b/1024x128`")[3]
 

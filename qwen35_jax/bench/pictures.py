@@ -59,9 +59,9 @@ def draw_lines(path: Path, panels: Sequence[Panel], *, logarithmic: bool = False
         axes = figure.add_subplot(lines, columns, index + 1)
         for label, points in panel.series.items():
             if points:
-                style = "--" if label == "floor" else "-"
+                style = "--" if label == "floor" else ":" if "@" in label else "-"
                 axes.plot(
-                    *zip(*points, strict=True), style, marker="o", markersize=4, label=label, color=COLOURS.get(label)
+                    *zip(*points, strict=True), style, marker="o", markersize=4, label=label, color=_colour(label)
                 )  # type: ignore[arg-type]
         axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(panel.x_label)
@@ -91,14 +91,15 @@ def draw_bars(
     Raises:
         UserInputError: matplotlib is not installed.
     """
-    series = list(dict.fromkeys(name for values in bars.values() for name in values))
+    found = dict.fromkeys(name for values in bars.values() for name in values)
+    series = [*(name for name in COLOURS if name in found), *(name for name in found if name not in COLOURS)]
     height = 0.8 / len(series)
     figure = _figure(8.0, 1.2 + 0.28 * len(bars) * max(1, len(series) * 0.7))
     axes = figure.add_subplot()
     for index, name in enumerate(series):
         points = [(at, values[name]) for at, values in enumerate(bars.values()) if name in values]
         places = [at + (index - (len(series) - 1) / 2) * height for at, _ in points]
-        axes.barh(places, [value for _, value in points], height * 0.9, label=name, color=COLOURS.get(name))
+        axes.barh(places, [value for _, value in points], height * 0.9, label=name, color=_colour(name))
     axes.set_yticks(range(len(bars)), list(bars), fontsize=8)
     axes.invert_yaxis()
     axes.set_title(title, fontsize=10)
@@ -119,6 +120,11 @@ def _figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _colour(label: str) -> str | None:
+    """Of a series; variants (``ours@bf16state``) have that of what they vary."""
+    return COLOURS.get(label.partition("@")[0])
 
 
 def _plain_logarithmic(axes: Axes, panel: Panel) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from qwen35_jax.bench.device_trace import GROUP_OF
 from qwen35_jax.bench.known import (
+    DEFAULT_ROWS,
     FLOOR_DEVICE,
     MAIN_METRIC,
     STARTS,
@@ -40,11 +41,6 @@ def number(value: Any) -> str:
     if isinstance(value, int) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def floor_number(value: float, kind: str) -> str:
-    """A floor: milliseconds with a decimal, rates in tens."""
-    return f"{value:.1f}" if kind == "decode" else f"{round(value, -1):,.0f}"
 
 
 def percent(value: float | None) -> str:
@@ -83,6 +79,23 @@ def bound_by(record: Record | None) -> str:
         groups[group] = groups.get(group, 0.0) + ms
     largest = sorted((name for name in groups if groups[name] > 0), key=lambda name: -groups[name])[:2]
     return ", ".join(f"{name} {groups[name] / step:.0%}" for name in largest) or NO_FIGURE
+
+
+def job_parts(known: Known, cell: str) -> str:
+    """What a job's prefill and decode would take if its steps ran as they do alone, as shares of the time it took."""
+    parsed, record = parse_cell(cell), known.valid(cell)
+    if record is None or parsed.lengths is None or record.settings.get("decode_overlap", "off") != "off":
+        return NO_FIGURE
+    variant = "".join(f"@{suffix}" for suffix in parsed.suffixes)
+    rows = record.settings.get("max_num_seqs", DEFAULT_ROWS)
+    prefill = known.valid(f"prefill/{parsed.subject}/8192{variant}")
+    decode = known.valid(f"decode/{parsed.subject}/rows{rows}{variant}")
+    if prefill is None or decode is None or len({item.device for item in (record, prefill, decode)}) > 1:
+        return NO_FIGURE
+    n_in, n_out = parsed.lengths
+    request_s = n_out / record.metrics["output_tok_s"]
+    prefill_s, decode_s = n_in / prefill.metrics["tok_s"], n_out * decode.metrics["step_ms"] * 1e-3 / rows
+    return f"prefill {prefill_s / request_s:.0%}, decode {decode_s / request_s:.0%}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -136,14 +149,14 @@ def headline_row(known: Known, cell: str, metric: str | None = None) -> dict[str
         "ours": invalid(record) if record is not None and good is None else number(figure),
         "idle": percent(good.metrics.get("idle_share") if good else None),
         "padding": NO_FIGURE,
-        "bound": bound_by(good),
+        "bound": job_parts(known, cell) if kind == "offline" else bound_by(good),
     }
     for name in ("vllm", "transformers"):
         peer = known.peer(cell, name)
         row[name] = number(peer.metrics.get(peer_metric)) if peer else NO_FIGURE
     floor = known.floor(cell)
-    row["floor"] = floor_number(floor[0], kind) if floor else NO_FIGURE
-    row["overlapped"] = floor_number(floor[1], kind) if floor and floor[1] else NO_FIGURE
+    row["floor"] = number(floor[0]) if floor else NO_FIGURE
+    row["overlapped"] = number(floor[1]) if floor and floor[1] else NO_FIGURE
     row["share"] = percent(share_of_floor(kind, figure, floor[0]) if floor else None)
     if good and "prefill_padding" in good.metrics:
         row["padding"] = " / ".join(percent(good.metrics.get(name)) for name in ("prefill_padding", "decode_padding"))
