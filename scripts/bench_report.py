@@ -185,13 +185,13 @@ def main(argv: Sequence[str]) -> int:
     line.group("Report")
     line.define("bool", "check", False, "Write nothing; exit with 1 when something would change.")
     line.define("bool", "pictures", True, "Draw pictures, with matplotlib (the extra bench).")
-    line.define("str", "root", str(ROOT), "The checkout.")
+    line.define("str", "root", None, "A checkout; the default is the one that this script is in.")
     try:
         if asks_for_help(argv):
             print(line.help())
             return 0
         line.parse(argv)
-        found = report(pathlib.Path(line.root), check=line.check, draw=line.pictures)
+        found = report(pathlib.Path(line.root or ROOT), check=line.check, draw=line.pictures)
     except UserInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
