@@ -78,6 +78,7 @@ class Kit:
         )
         self.ladder = first.scheduler.ladder
         self.limits = first.scheduler.config
+        self.start_report = first.start_report
         self.programs: ProgramSet = first.programs
         other = first.prefill_device
         self.other: ProgramSet | None = other.programs if other else None
@@ -125,6 +126,7 @@ class Kit:
             num_valid=NUM_VALID,
             prefill_device=prefill_device,
             compiles=CompileCounter(),
+            start_report=self.start_report,
         )
 
 
