@@ -9,7 +9,7 @@ of it (one token, or with ``decode_steps=8`` up to eight):
 - TPOT, time per output token: (E2E latency - TTFT) / (output tokens - 1); a request of one output token has none.
 - ITL, inter-token latency: the gaps between consecutive updates, of all requests together. A streaming client sees
   updates, not tokens, and so the tool counts them: tokens that arrive together are one gap, not a gap and zeros. With
-  ``decode_steps=8`` ITL is therefore about eight times TPOT: it says how long a reader waits, TPOT how fast tokens
+  ``decode_steps=8`` ITL is therefore up to eight times TPOT: it says how long a reader waits, TPOT how fast tokens
   come.
 
 Over the run, with its duration from the start to the last update of any request: requests, output tokens and all
