@@ -311,7 +311,7 @@ def _random_state(
     return DeviceState(cache, sampling.init_state(num_slots, vocab), last_token)
 
 
-def _noise(spec: jax.ShapeDtypeStruct, seeds: jax.Array, scale: float, salt: int) -> jax.Array:
+def _noise(spec: jax.Array | jax.ShapeDtypeStruct, seeds: jax.Array, scale: float, salt: int) -> jax.Array:
     """Uniform numbers of standard deviation ``scale``; those at index n of axis 1 depend on ``seeds[n]`` alone.
 
     Memory of zeros would read as fast, but products of zeros draw less power, and a device that is not warm is faster.
@@ -387,7 +387,7 @@ def trace_step(engine: Engine, load: StepLoad, *, dispatches: int = 4, directory
         dispatches: steps in the trace.
         directory: where the profiler's files stay; None keeps none.
     """
-    scopes = scopes_of(engine.programs.executable(load.key).as_text())
+    scopes = scopes_of(engine.programs.executable(load.key).as_text() or "")
     with _own_state(engine) as lent:
         _chain(engine, load, lent, 1)
         return profile(lambda: _chain(engine, load, lent, dispatches), directory, scopes=scopes)
