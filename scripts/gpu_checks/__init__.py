@@ -1,0 +1,1 @@
+"""The sections of scripts/gpu_check.py and what they share."""
