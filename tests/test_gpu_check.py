@@ -347,9 +347,11 @@ def test_distances_and_differences():
 
 def test_a_wide_margin_is_a_failure(section):
     bar = answers.Bar(0.04, 0.15, "here")
-    answers.hold_margins(section, "a", 4, [rig.Difference("r0", 3, 0.1)], bar)
-    assert section.passed
-    answers.hold_margins(section, "b", 4, [rig.Difference("r0", 3, 0.1), rig.Difference("r1", 3, 0.2)], bar)
+    forced = rig.Forced(np.zeros((2, 21)), np.zeros((2, 2), int), np.array([[-1.0, -1.1], [-1, -2]]))
+    near, far = rig.Difference("r0", 3, 0.1), rig.Difference("r1", 3, 0.2)
+    answers.hold_margins(section, "a", 4, [near], {"r0": forced}, bar)
+    assert section.passed and section.numbers["a: share of all positions with so small a margin"] == 0.5
+    answers.hold_margins(section, "b", 4, [near, far], {"r0": forced}, bar)
     assert not section.passed and section.numbers["b: rows equal"] == "2 of 4"
 
 

@@ -243,10 +243,25 @@ class Judge:
             best_logprobs, best = jax.lax.top_k(logprobs, 2)
             return jnp.take_along_axis(logprobs, asked, axis=1), best, best_logprobs
 
-        self._judge = jax.jit(judge)
+        shapes = (
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._params),
+            jax.ShapeDtypeStruct((length,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((max_tokens, 1 + TOP), jnp.int32),
+        )
+        self._make = lambda: jax.jit(judge).lower(*shapes).compile()
+        self._judge: jax.stages.Compiled | None = None
+
+    def compile(self) -> None:
+        """Compiles the pass; not while an engine runs that is held to compile nothing."""
+        if self._judge is None:
+            self._judge = self._make()
 
     def __call__(self, job: Job, result: Result) -> Forced:
         """Judges one answer that was generated with ``logprobs=TOP``."""
+        self.compile()
+        assert self._judge is not None
         count = len(result.tokens)
         assert 0 < count <= self._max_tokens and len(result.logprobs) == count
         tokens = np.zeros(self._length, np.int32)
