@@ -13,7 +13,18 @@ import numpy as np
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.sampling_params import SamplingParams
 from scripts.gpu_checks.report import Section
-from scripts.gpu_checks.rig import TOP, Difference, Distance, Forced, Judge, Rig, Shapes, first_differences, reported
+from scripts.gpu_checks.rig import (
+    TOP,
+    Difference,
+    Distance,
+    Forced,
+    Judge,
+    Rig,
+    Run,
+    Shapes,
+    first_differences,
+    reported,
+)
 from tests.engine_kit import Job, Result, drain, mixed_jobs, submit_all
 from tests.golden_kit import BF16_RATIO, MAX_LOGPROB_ERROR, family_bar
 
@@ -122,13 +133,12 @@ class Batched:
     rows: int
     exact: bool
     jobs: list[Job] = dataclasses.field(init=False)
-    results: dict[str, Result] = dataclasses.field(init=False)
+    run: Run = dataclasses.field(init=False)
     judged: dict[str, Forced] = dataclasses.field(init=False)
-    compiles: int = dataclasses.field(init=False)
 
     def __post_init__(self):
         self.jobs = jobs_for(self.rig, self.rows)
-        self.results, self.compiles = self.rig.run(self.jobs, self.mode)
+        self.run = self.rig.run(self.jobs, self.mode)
         # All judges now, several at once: later runs are held to compile nothing.
         self._judges = {"kernels": Judge(self.rig, max_tokens=MAX_TOKENS)}
         if self.exact:
@@ -147,6 +157,10 @@ class Batched:
     def deep(self) -> bool:
         """Whether the model has more layers than those that transformers was run on."""
         return self.rig.config.num_layers > GOLDEN_LAYERS
+
+    @property
+    def results(self) -> dict[str, Result]:
+        return self.run.results
 
     @property
     def mode(self) -> str:
@@ -204,7 +218,7 @@ def batching(section: Section, batched: Batched, *, solo_rows: int) -> None:
     depth = f"{rig.config.num_layers} layers"
     section.number(f"{depth}: bar ({bar.origin})", {"mean": bar.mean, "p99": bar.p99})
     what = f"{depth}, {batched.rows} rows"
-    ended_well(section, what, batched.jobs, batched.results, batched.compiles)
+    ended_well(section, what, batched.jobs, batched.results, batched.run.compiles)
     found = hold_to_bar(section, what, batched.results, batched.judged, bar)
     section.number(
         f"{what}: share of the bar of the miniature {family.case} ({family.mean:.3g}, {family.p99:.3g})",
@@ -228,9 +242,10 @@ def batching(section: Section, batched: Batched, *, solo_rows: int) -> None:
             section.skip(f"{size} live rows", f"max_num_seqs is {rig.shapes.max_num_seqs}")
             continue
         jobs = jobs_for(rig, size, seed=size)
-        results, compiles = rig.run(jobs, "off")
-        ended_well(section, f"{depth}, {size} live rows", jobs, results, compiles)
-        hold_to_bar(section, f"{depth}, {size} live rows", results, batched.judge(jobs, results), bar)
+        run = rig.run(jobs, "off")
+        ended_well(section, f"{depth}, {size} live rows", jobs, run.results, run.compiles)
+        judged = batched.judge(jobs, run.results)
+        hold_to_bar(section, f"{depth}, {size} live rows", run.results, judged, bar)
     if not batched.exact:
         section.skip(f"{depth}: distance to float32", "--noexact")
         return
@@ -250,15 +265,17 @@ def overlap_float32(section: Section, preset: str, *, num_devices: int) -> None:
     shapes = Shapes(max_num_seqs=8, max_model_len=512, max_num_batched_tokens=128, row_rungs=(8,))
     jobs = mixed_jobs()
     rig = Rig(config, "float32", shapes, num_valid=config.vocab_size - 100)
-    off, compiles = rig.run(jobs, "off")
+    off, compiles, _ = plain = rig.run(jobs, "off")
     section.equal(f"{preset} off: compiles after warm-up", compiles, 0)
+    section.equal(f"{preset} off: overlapped dispatches", plain.overlapped, 0)
     runs = {"stream": rig}
     if num_devices > 1:
         runs["device"] = Rig(config, "float32", shapes, overlap="device", num_valid=rig.num_valid)
     else:
         section.skip(f"{preset} device", "one device")
     for mode, made in runs.items():
-        results, compiles = made.run(jobs, mode)
+        results, compiles, _ = run = made.run(jobs, mode)
+        section.at_least(f"{preset} {mode}: overlapped dispatches", run.overlapped, 1)
         section.equal(f"{preset} {mode}: compiles after warm-up", compiles, 0)
         different = [
             name
@@ -280,19 +297,18 @@ def overlap_float32(section: Section, preset: str, *, num_devices: int) -> None:
 
 def overlap_bfloat16(section: Section, batched: Batched, mode: str) -> None:
     """An overlap mode on the real member: the distance and the margins that :func:`batching` holds."""
-    bar = batched.bar
-    if batched.mode == mode:
-        results, compiles = batched.results, batched.compiles
-        judged = batched.judged
-    else:
-        results, compiles = batched.rig.run(batched.jobs, mode)
-        judged = batched.judge(batched.jobs, results)
-    ended_well(section, f"{mode}, {batched.rows} rows", batched.jobs, results, compiles)
-    hold_to_bar(section, f"{mode}, {batched.rows} rows", results, judged, bar)
+    bar, run, judged = batched.bar, batched.run, batched.judged
+    if batched.mode != mode:
+        section.equal(f"{batched.mode}: overlapped dispatches", run.overlapped, 0, quiet=True)
+        run = batched.rig.run(batched.jobs, mode)
+        judged = batched.judge(batched.jobs, run.results)
+    section.at_least(f"{mode}: overlapped dispatches", run.overlapped, 1)
+    ended_well(section, f"{mode}, {batched.rows} rows", batched.jobs, run.results, run.compiles)
+    hold_to_bar(section, f"{mode}, {batched.rows} rows", run.results, judged, bar)
     if batched.mode == mode:
         return
     greedy = [job.name for job in greedy_of(batched.jobs)]
-    differences = first_differences(batched.results, {name: results[name] for name in greedy}, batched.judged)
+    differences = first_differences(batched.results, {name: run.results[name] for name in greedy}, batched.judged)
     hold_margins(section, f"{mode} and {batched.mode}", len(greedy), differences, batched.judged, bar)
 
 
@@ -309,9 +325,9 @@ def nan_containment(section: Section, rig: Rig) -> None:
                 for i, n in enumerate(lengths)]  # fmt: skip
 
     jobs, others = some("r"), some("o")
-    clean, compiles = rig.run(jobs, "off")
+    clean, compiles, _ = rig.run(jobs, "off")
     ended_well(section, "clean", jobs, clean, compiles)
-    again, _ = rig.run(jobs, "off")
+    again = rig.run(jobs, "off").results
     section.equal("clean, again: rows that differ in a bit", _different(again, clean), 0)
     victim = jobs[number // 2].name
     for what in ("state", "pages"):

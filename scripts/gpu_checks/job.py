@@ -110,7 +110,7 @@ def job(section: Section, rig: Rig, folder: Path, *, lines: int) -> None:
 
     Args:
         section: what to fill.
-        rig: its first engine is used: the one that loading made.
+        rig: its first engine is used: the one that loading made, in the rig's overlap mode (``stream``).
         folder: for input and output.
         lines: of the input.
     """
@@ -133,6 +133,7 @@ def job(section: Section, rig: Rig, folder: Path, *, lines: int) -> None:
             for record in records
         )
         section.at_least("rows ended by their stop id", stopped, 1)
+        section.number("overlap mode", engine.config.decode_overlap)
         section.number("prompt tokens, output tokens", [summary.prompt_tokens, summary.completion_tokens])
         section.number("steps by kind", dict(collections.Counter(str(r.kind) for r in engine.trace.records)))
         check_resume(section, llm, source, target, content)

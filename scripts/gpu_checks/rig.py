@@ -6,10 +6,11 @@ A rig compiles ``stream`` programs (decode, prefill and unified): they are all t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,13 @@ from qwen35_jax.engine import Engine
 from qwen35_jax.model import PrefillInputs
 from qwen35_jax.params import FlatParams, ParamPack
 from qwen35_jax.prefill_device import PrefillDevice
-from qwen35_jax.programs import CompileCounter, init_device_state
+from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.progress import Progress
 from qwen35_jax.transfer import transfer_widths
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler
 from schedulers.buckets import Axes, requests_of
 from tests.engine_kit import Job, Result, drain, submit_all
-
-log = logging.getLogger(__name__)
 
 TOP = 20  # alternatives asked for with every token
 
@@ -70,6 +69,25 @@ def prepare() -> None:
 @functools.cache
 def _params(config: ModelConfig, dtype: jnp.dtype, device: jax.Device) -> FlatParams:
     return random_params(config, dtype=dtype, seed=0, device=device)
+
+
+class Run(NamedTuple):
+    """What came of some jobs in one engine.
+
+    Attributes:
+        results: by name of the job.
+        compiles: since the engine was ready.
+        dispatched: dispatches by kind of program; those of the prefill device begin with "other".
+    """
+
+    results: dict[str, Result]
+    compiles: int
+    dispatched: collections.Counter[str]
+
+    @property
+    def overlapped(self) -> int:
+        """Dispatches that only an overlap mode has."""
+        return self.dispatched["unified"] + self.dispatched["other prefill"]
 
 
 class Rig:
@@ -118,8 +136,22 @@ class Rig:
         self.programs = self._first.programs
         other = self._first.prefill_device
         self._other = other.programs if other else None
+        self.dispatched: collections.Counter[str] = collections.Counter()
+        self._count(self.programs, "")
+        if self._other is not None:
+            self._count(self._other, "other ")
         self._limits = self._first.scheduler.config
         self._ladder = self._first.scheduler.ladder
+
+    def _count(self, programs: ProgramSet, where: str) -> None:
+        """Counts dispatches by kind of program from now on."""
+        run = programs.run
+
+        def counted(key, state, fields):
+            self.dispatched[where + key.kind] += 1
+            return run(key, state, fields)
+
+        programs.run = counted  # type: ignore[method-assign]
 
     def first(self) -> Engine:
         """The engine as loading made it, in the rig's own overlap mode; given out once, and closed by the caller."""
@@ -162,13 +194,14 @@ class Rig:
             compiles=CompileCounter(),
         )
 
-    def run(self, jobs: Sequence[Job], overlap: str | None = None, **changes) -> tuple[dict[str, Result], int]:
-        """All jobs through a fresh engine; returns the results and the number of compiles since it was ready."""
+    def run(self, jobs: Sequence[Job], overlap: str | None = None, **changes) -> Run:
+        """All jobs through a fresh engine."""
         engine = self.engine(overlap, **changes)
+        before = self.dispatched.copy()
         try:
             submit_all(engine, jobs)
             results = drain(engine)
-            return results, engine.compiles_after_warmup
+            return Run(results, engine.compiles_after_warmup, self.dispatched - before)
         finally:
             engine.close()
 
