@@ -437,3 +437,19 @@ def test_the_sections_over_one_rig(section, monkeypatch):
     assert figures["2 layers, solo and batched: widest margin at a first difference"] == 0
     with pytest.raises(ValueError, match="no programs for overlap 'device'"):
         made.engine("device")
+    # One row of ten loses its recurrent state after three tokens: finite, plausible, and noticed.
+    engine = made.engine("off")
+    engine_kit.submit_all(engine, batched.jobs)
+    lost = []
+
+    def lose(results):
+        if not lost and len(results.get("r5", Result()).tokens) >= 3:
+            slot = engine.scheduler._decoding["r5"].slot
+            engine._state = engine.programs.fill(engine._state, 0.0, slot, ())
+            lost.append(slot)
+
+    results = engine_kit.drain(engine, after_step=lose)
+    engine.close()
+    wrong = Section("wrong")
+    answers.hold_to_bar(wrong, "a lost state", results, batched.judge(batched.jobs, results), batched.bar)
+    assert lost and not wrong.passed, wrong.checks
