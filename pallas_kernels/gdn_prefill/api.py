@@ -7,11 +7,12 @@ import functools
 import jax
 
 from pallas_kernels import checks, registry
-from pallas_kernels.gdn_prefill import reference
+from pallas_kernels.gdn_prefill import reference, triton
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("gdn_prefill")
 OP.register(registry.REFERENCE, reference.gdn_prefill, priority=0)
+OP.register("triton", triton.gdn_prefill, priority=10, supports=triton.supports)
 
 
 def gdn_prefill(

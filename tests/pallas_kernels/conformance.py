@@ -44,10 +44,13 @@ class Tolerance:
     Attributes:
         exact: bar of results that are float32 and have only float32 roundings upstream.
         roundoffs: bar of results in or behind a 16-bit dtype, in roundoffs of that dtype.
+        from_bfloat16: bar of float32 results for bfloat16 activations, where an implementation spends less on them
+            than on float32 ones.
     """
 
     exact: float
     roundoffs: float
+    from_bfloat16: float | None = None
 
 
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
@@ -60,6 +63,9 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     # The Mosaic kernels are held to the bars of the references.
     ("causal_conv", "mosaic_sm90"): Tolerance(exact=1e-6, roundoffs=4),
     ("gdn_decode", "mosaic_sm90"): Tolerance(exact=1e-5, roundoffs=4),
+    # For bfloat16 activations the states and what multiplies them are carried as two bfloat16 numbers, 16 bits of
+    # mantissa (3e-5 seen on random inputs, 1.4e-4 where all keys are equal); for all others as three (2e-6 seen).
+    ("gdn_prefill", "triton"): Tolerance(exact=1e-5, roundoffs=2, from_bfloat16=3e-4),
     ("kv_write", "triton"): Tolerance(exact=2e-6, roundoffs=2),
     # Away from the diagonal the softmax weights meet the values rounded to the activation dtype. In float32 products
     # are chains of multiply-adds, 32k of them in a row on the longest prefix of this suite (1.6e-5 seen).
@@ -128,8 +134,9 @@ def tolerance(op: str, implementation: str, dtype, *, after_rounding: bool = Fal
     """Bar for a result of a dtype; ``after_rounding`` if activations were rounded upstream of it."""
     assert (op, implementation) in TOLERANCES, f"write down the tolerance of {op}/{implementation}"
     bars = TOLERANCES[op, implementation]
+    exact = bars.from_bfloat16 if activations == jnp.bfloat16 and bars.from_bfloat16 is not None else bars.exact
     found = max(
-        bars.roundoffs * ROUNDOFF[jnp.dtype(dtype).name] if jnp.dtype(dtype).itemsize < 4 else bars.exact,
+        bars.roundoffs * ROUNDOFF[jnp.dtype(dtype).name] if jnp.dtype(dtype).itemsize < 4 else exact,
         bars.roundoffs * ROUNDOFF[jnp.dtype(activations).name]
         if after_rounding and jnp.dtype(activations).itemsize < 4
         else 0.0,
