@@ -75,34 +75,40 @@ class ProgramKey:
 
 
 class HostLayout:
-    """Named int32 fields laid end to end in one vector: one transfer a dispatch instead of a dozen."""
+    """Named int32 fields in one vector: one transfer a dispatch instead of a dozen.
+
+    Fields start at multiples of 256 bytes. On a GPU XLA hands a slice of a parameter to a custom kernel in place when
+    the slice's *size* is such a multiple, wherever it starts, and Mosaic refuses operands that start elsewhere.
+    """
+
+    _ALIGNMENT = 64  # words
 
     def __init__(self, fields: Mapping[str, tuple[int, ...]]):
         self.fields = dict(fields)
-        self.size = sum(math.prod(shape) for shape in self.fields.values())
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, shape in self.fields.items():
+            self.offsets[name] = -(-end // self._ALIGNMENT) * self._ALIGNMENT
+            end = self.offsets[name] + math.prod(shape)
+        self.size = end
 
     def pack(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Lay ``values`` (one array a field, exact shapes) into a fresh ``int32[size]``."""
-        out = np.empty(self.size, np.int32)
-        offset = 0
+        out = np.zeros(self.size, np.int32)
         for name, shape in self.fields.items():
             value = values[name]
             if value.shape != shape:
                 raise ValueError(f"host field {name!r} has shape {value.shape}, the program wants {shape}")
-            count = math.prod(shape)
-            out[offset : offset + count] = value.reshape(-1)
-            offset += count
+            offset = self.offsets[name]
+            out[offset : offset + math.prod(shape)] = value.reshape(-1)
         return out
 
-    @jax.named_scope("inputs")
     def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
         """Static slices of the vector, inside a trace."""
-        out, offset = {}, 0
-        for name, shape in self.fields.items():
-            count = math.prod(shape)
-            out[name] = vector[offset : offset + count].reshape(shape)
-            offset += count
-        return out
+        return {
+            name: vector[offset : offset + math.prod(self.fields[name])].reshape(self.fields[name])
+            for name, offset in self.offsets.items()
+        }
 
 
 def prefill_fields(bucket: Bucket) -> dict[str, tuple[int, ...]]:
