@@ -17,6 +17,15 @@ HIGHEST = lax.Precision.HIGHEST
 L2_EPSILON = 1e-6
 
 
+def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Float32 numbers as ``dtype`` can hold them, still float32.
+
+    A conversion there and back says the same, but XLA's GPU compiler takes it for excess precision and removes it.
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
 def silu(x: jax.Array) -> jax.Array:
     """``x * sigmoid(x)``; plain operations, since a nested jit would keep a caller from using compute streams."""
     return x * lax.logistic(x)

@@ -21,6 +21,9 @@ from qwen35_jax.cache import Cache
 from qwen35_jax.steps import DeviceState, ProgramKey, StepSpec, layout_of, make_step
 from qwen35_jax.transfer import make_extract, make_fill, make_merge, transfer_bytes
 
+# From so many tokens on the library's products win; trying generated ones as well is most of the time of a compile.
+_LIBRARY_PRODUCTS = 512
+_COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 _WARM_TRANSFER_BYTES = 256 << 20  # larger merges are not run at warm-up: their data would have to come from the host
 
 
@@ -123,7 +126,8 @@ class ProgramSet:
         def build(item):
             key, (name, lower) = item
             started = time.perf_counter()
-            return key, name, lower().compile(), time.perf_counter() - started
+            compiled = lower().compile(compiler_options=compiler_options(key, self.device.platform))
+            return key, name, compiled, time.perf_counter() - started
 
         with concurrent.futures.ThreadPoolExecutor(max_workers=threads) as pool:
             futures = [pool.submit(build, item) for item in jobs.items()]
@@ -197,6 +201,28 @@ class ProgramSet:
             places = self._places(self._fill_width, slot, part)
             state = self._compiled["fill"](state, self.put(np.asarray(value, np.float32)), places)
         return state
+
+
+def compiler_options(key: Any, platform: str) -> dict[str, Any]:
+    """What XLA is told about one program, beside its defaults; nothing outside of GPUs.
+
+    Args:
+        key: a :class:`ProgramKey`, or the key of a transfer program.
+        platform: "gpu" or "cpu".
+    """
+    if platform != "gpu":
+        return {}
+    options: dict[str, Any] = {
+        # The pools fill the memory on purpose. XLA would take that for a program that must be made to fit, and spend
+        # its time on trading recomputation for memory.
+        "xla_gpu_memory_limit_slop_factor": 1000,
+        # The sampler's branches become part of the CUDA graph: read by the host, their predicates would make it wait
+        # for the step before it can send the next.
+        "xla_gpu_enable_command_buffer": _COMMAND_BUFFER,
+    }
+    if isinstance(key, ProgramKey) and key.bucket.tokens >= _LIBRARY_PRODUCTS:
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 def fetch(results: jax.Array) -> np.ndarray:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import silu
+from pallas_kernels.numerics import round_to, silu
 
 
 def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens) -> tuple[jax.Array, jax.Array]:
@@ -55,4 +55,4 @@ def _weigh(taps: list[jax.Array], weight: jax.Array) -> jax.Array:
 
 def _activate(total: jax.Array, dtype) -> jax.Array:
     """Round to the activation dtype, then SiLU in float32, rounded again."""
-    return silu(total.astype(dtype).astype(jnp.float32)).astype(dtype)
+    return silu(round_to(total, dtype)).astype(dtype)

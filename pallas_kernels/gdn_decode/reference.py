@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import HIGHEST, delta_gates, l2_normalize, rms_normalize, silu
+from pallas_kernels.numerics import HIGHEST, delta_gates, l2_normalize, rms_normalize, round_to, silu
 from pallas_kernels.packing import live_rows
 
 
@@ -45,10 +45,9 @@ def gdn_decode(
     conv = window[:, 0].astype(jnp.float32) * conv_weight[0].astype(jnp.float32)
     for tap in range(1, 4):
         conv += window[:, tap].astype(jnp.float32) * conv_weight[tap].astype(jnp.float32)
-    mixed = silu(conv.astype(qkv.dtype).astype(jnp.float32)).astype(qkv.dtype)
+    mixed = round_to(silu(round_to(conv, qkv.dtype)), qkv.dtype)
     conv_pool = conv_pool.at[layer, slot_ids].set(window[:, 1:])
 
-    mixed = mixed.astype(jnp.float32)
     query = l2_normalize(mixed[:, :key_dim].reshape(rows, num_k_heads, head_k_dim)) * head_k_dim**-0.5
     key = l2_normalize(mixed[:, key_dim : 2 * key_dim].reshape(rows, num_k_heads, head_k_dim))
     value = mixed[:, 2 * key_dim :].reshape(rows, num_k_heads, group, head_v_dim)
