@@ -166,6 +166,8 @@ def build_engine(
         fill_width=min(16, widths[-1]),
     )
     compile_s = _compile(programs, progress, "compiling")
+    scratch = programs.scratch_bytes()
+    say(f"compiled programs take at most {scratch / 2**20:,.1f} MiB of scratch, {plan.workspace / 2**20:,.1f} planned")
     state = programs.warm_up(init_device_state(shapes, main))
     num_programs = programs.number
     prefill_device = None
@@ -193,7 +195,7 @@ def build_engine(
         num_valid=num_valid,
         prefill_device=prefill_device,
         compiles=compiles,
-        start_report=StartReport(plan, loaded - started, compile_s, warm_up_s, num_programs),
+        start_report=StartReport(plan, scratch, loaded - started, compile_s, warm_up_s, num_programs),
     )
 
 
@@ -250,6 +252,7 @@ def _plan(
         sampled_rows=sampled_rows,
         num_kv_pages=config.num_kv_pages,
         staging=staging,
+        platform="cpu" if device.platform == "cpu" else "gpu",
     )
 
 

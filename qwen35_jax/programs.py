@@ -84,7 +84,7 @@ class ProgramSet:
         state = jax.tree.map(lambda x: self._struct(x.shape, x.dtype), self.shapes)
 
         def step_job(key: ProgramKey):
-            packed = self._struct((self._layouts[key.kind, key.bucket].size,), jnp.int32)
+            packed = tuple(self._struct((words,), jnp.int32) for words in self._layouts[key.kind, key.bucket].pieces)
             return lambda: jax.jit(make_step(self._spec, key), donate_argnums=1).lower(params, state, packed)
 
         jobs: dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]] = {}
@@ -164,13 +164,17 @@ class ProgramSet:
         """XLA's memory analysis of every compiled program, by name."""
         return {str(key): compiled.memory_analysis() for key, compiled in self._compiled.items()}
 
+    def scratch_bytes(self) -> int:
+        """The most scratch that any compiled program takes, beside its arguments and results."""
+        return max(analysis.temp_size_in_bytes for analysis in self.memory().values())
+
     def executable(self, key: Any) -> jax.stages.Compiled:
         """The compiled executable of a key (for inspection by tests and profilers)."""
         return self._compiled[key]
 
-    def put(self, array: np.ndarray) -> jax.Array:
-        """Host data becomes device data here and nowhere else."""
-        return jax.device_put(array, self._sharding)
+    def put(self, arrays: np.ndarray | tuple[np.ndarray, ...]) -> Any:
+        """Host data (an array or a tuple of arrays) becomes device data here and nowhere else."""
+        return jax.device_put(arrays, self._sharding)
 
     def run(self, key: ProgramKey, state: DeviceState, fields: Mapping[str, np.ndarray]):
         """Dispatch a program; returns ``(state, results)`` without waiting. ``state`` is consumed."""

@@ -13,6 +13,7 @@ class StartReport:
 
     Attributes:
         plan: the memory plan of the main device.
+        scratch: bytes of scratch of the main device's largest program, for which the plan has its workspace.
         load_s: reading weights (or drawing random ones) and putting them on the device.
         compile_s: tracing, lowering and compiling every program, of both devices in ``device`` overlap.
         warm_up_s: allocating the pools and running every program once.
@@ -20,6 +21,7 @@ class StartReport:
     """
 
     plan: MemoryPlan
+    scratch: int
     load_s: float
     compile_s: float
     warm_up_s: float

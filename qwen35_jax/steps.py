@@ -1,15 +1,15 @@
 """What one program computes: from packed host fields through the model to packed results; pure functions only.
 
 A program is named by (kind, bucket, steps, variant). It takes the flat parameter tuple, the donated
-:class:`DeviceState` and ONE packed ``int32`` vector with everything the host has to say about the step; it returns
-the new state and ONE packed ``int32`` result array.
+:class:`DeviceState` and ONE packed ``int32`` vector (in few pieces) with everything the host has to say about the step;
+it returns the new state and ONE packed ``int32`` result array.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -75,12 +75,16 @@ class ProgramKey:
 
 
 class HostLayout:
-    """Named int32 fields in one vector: one transfer a dispatch instead of a dozen.
+    """Named int32 fields end to end in one vector, sent in few pieces: a dispatch has one or two arrays, not a dozen.
 
     Fields start at multiples of 256 bytes. On a GPU XLA hands a slice of a parameter to a custom kernel in place when
     the slice's *size* is such a multiple, wherever it starts, and Mosaic refuses operands that start elsewhere.
+
+    Pieces are short because a longer host array is not staged: its copy to the device, and with it the host, would wait
+    for the program that is running.
     """
 
+    PIECE = 24 * 1024  # words, a multiple of the alignment: below the 100 KiB up to which a transfer is staged
     _ALIGNMENT = 64  # words
 
     def __init__(self, fields: Mapping[str, tuple[int, ...]]):
@@ -92,8 +96,13 @@ class HostLayout:
             end = self.offsets[name] + math.prod(shape)
         self.size = end
 
-    def pack(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Lay ``values`` (one array a field, exact shapes) into a fresh ``int32[size]``."""
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Words of each piece."""
+        return tuple(min(self.PIECE, self.size - start) for start in range(0, self.size, self.PIECE))
+
+    def pack(self, values: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Lay ``values`` (one array a field, exact shapes) into fresh ``int32`` pieces."""
         out = np.zeros(self.size, np.int32)
         for name, shape in self.fields.items():
             value = values[name]
@@ -101,10 +110,11 @@ class HostLayout:
                 raise ValueError(f"host field {name!r} has shape {value.shape}, the program wants {shape}")
             offset = self.offsets[name]
             out[offset : offset + math.prod(shape)] = value.reshape(-1)
-        return out
+        return tuple(out[start : start + self.PIECE] for start in range(0, self.size, self.PIECE))
 
-    def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
-        """Static slices of the vector, inside a trace."""
+    def unpack(self, pieces: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """The fields as static slices, inside a trace."""
+        vector = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         return {
             name: vector[offset : offset + math.prod(self.fields[name])].reshape(self.fields[name])
             for name, offset in self.offsets.items()

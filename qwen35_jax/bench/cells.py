@@ -189,6 +189,8 @@ def start_metrics(engine: Engine) -> dict[str, Any]:
             "warm_up_s": report.warm_up_s,
             "programs": report.num_programs,
             "planned_memory_gib": report.plan.total / 2**30,
+            "planned_scratch_gib": report.plan.workspace / 2**30,
+            "scratch_gib": report.scratch / 2**30,
         }
     # The most that this process ever held, loading and compiling included; a CPU does not say.
     peak = (engine.programs.device.memory_stats() or {}).get("peak_bytes_in_use")

@@ -143,6 +143,7 @@ def test_memory_and_start_are_those_of_the_engine(engine):
     assert report.num_programs == engine.programs.number
     assert report.plan.num_seqs == engine.max_num_seqs and report.plan.num_pages == engine.scheduler.config.num_pages
     assert report.plan.total > report.plan.weights > 0
+    assert report.scratch == engine.programs.scratch_bytes() > 0
     assert min(report.load_s, report.compile_s, report.warm_up_s) >= 0 and report.compile_s > 0
     metrics = cells.start_metrics(engine)
     assert metrics == {
@@ -151,6 +152,8 @@ def test_memory_and_start_are_those_of_the_engine(engine):
         "warm_up_s": report.warm_up_s,
         "programs": report.num_programs,
         "planned_memory_gib": report.plan.total / 2**30,
+        "planned_scratch_gib": report.plan.workspace / 2**30,
+        "scratch_gib": report.scratch / 2**30,
     }  # a CPU does not say what memory was in use
 
 

@@ -222,7 +222,7 @@ def test_programs_name_every_part(kind):
     model = dataclasses.replace(MODEL, dtype="float32")
     pack = ParamPack(model, dtype="float32", kernels="reference")
     state = device_state_shapes(model, 5, 5, jnp.dtype("float32"), jnp.dtype("float32"))
-    packed = jax.ShapeDtypeStruct((layout_of(kind, bucket).size,), jnp.int32)
+    packed = [jax.ShapeDtypeStruct((words,), jnp.int32) for words in layout_of(kind, bucket).pieces]
     lowered = jax.jit(make_step(StepSpec(pack, NUM_VALID), key)).lower(pack.leaf_specs, state, packed)
     text = lowered.as_text(debug_info=True)
     paths = {path for path in re.findall(r'loc\("([^"]+/[^"]+)"', text) if not path.endswith(".py")}

@@ -25,11 +25,16 @@ def test_fields_start_at_multiples_of_256_bytes(kind, bucket):
     assert layout.size == end
 
 
-def test_what_is_packed_comes_out():
-    layout = HostLayout({"a": (5,), "b": (3, 70), "c": (), "d": (64,), "e": (1,)})
+@pytest.mark.parametrize("width", [70, HostLayout.PIECE // 3, HostLayout.PIECE])
+def test_what_is_packed_comes_out(width):
+    layout = HostLayout({"a": (5,), "b": (3, width), "c": (), "d": (64,), "e": (1,)})
     draw = np.random.default_rng(0)
     values = {name: draw.integers(-(2**31), 2**31, shape, np.int32) for name, shape in layout.fields.items()}
-    found = jax.jit(layout.unpack)(layout.pack(values))
+    pieces = layout.pack(values)
+    assert tuple(len(piece) for piece in pieces) == layout.pieces and sum(layout.pieces) == layout.size
+    assert max(piece.nbytes for piece in pieces) < 100 * 1024  # longer ones are not staged by the GPU client
+    assert len(pieces) == -(-layout.size // HostLayout.PIECE)
+    found = jax.jit(layout.unpack)(pieces)
     assert found.keys() == values.keys()
     for name, value in values.items():
         np.testing.assert_array_equal(found[name], value)
