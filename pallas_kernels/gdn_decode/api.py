@@ -13,13 +13,12 @@ from pallas_kernels.registry import Implementation
 OP = registry.define_op("gdn_decode")
 OP.register(registry.REFERENCE, reference.gdn_decode, priority=0)
 OP.register("mosaic_sm90", mosaic_sm90.gdn_decode, priority=20, supports=mosaic_sm90.supports)
+# Reads the projection where it is. By name only until it has passed the conformance suite on a GPU.
+OP.register("mosaic_sm90_whole", mosaic_sm90.gdn_decode_whole, priority=-1, supports=mosaic_sm90.supports)
 
 
 def gdn_decode(
-    qkv: jax.Array,
-    z: jax.Array,
-    b: jax.Array,
-    a: jax.Array,
+    projected: jax.Array,
     conv_weight: jax.Array,
     A_log: jax.Array,
     dt_bias: jax.Array,
@@ -40,15 +39,13 @@ def gdn_decode(
     in :func:`pallas_kernels.gdn_prefill`, then ``y = norm_weight * rms_norm(round(o)) * silu(z)``.
 
     Args:
-        qkv: [B, C] raw (before the convolution), C = 2 Hk Dk + Hv Dv.
-        z: [B, Hv Dv], dtype of qkv.
-        b: [B, Hv], dtype of qkv.
-        a: [B, Hv], dtype of qkv.
-        conv_weight: [4, C], tap 3 multiplies the current token; dtype of qkv.
+        projected: [B, C + Hv Dv + 2 Hv], side by side: qkv before the convolution (C = 2 Hk Dk + Hv Dv), z [Hv Dv],
+            b [Hv] and a [Hv].
+        conv_weight: [4, C], tap 3 multiplies the current token; dtype of projected.
         A_log: f32[Hv].
         dt_bias: f32[Hv].
         norm_weight: f32[Dv].
-        conv_pool: [L, S, 3, C], dtype of qkv. Slot 0 is the null slot.
+        conv_pool: [L, S, 3, C], dtype of projected. Slot 0 is the null slot.
         state_pool: [L, S, Hv, Dv, Dk], float32 or bfloat16.
         layer: i32 scalar, which layer of the pools.
         slot_ids: i32[B], distinct, except that any number of rows may be padding: slot 0.
@@ -58,7 +55,7 @@ def gdn_decode(
         implementation: "auto" or a registered name.
 
     Returns:
-        y [B, Hv Dv] in the dtype of qkv (zeros for padding rows), conv_pool, state_pool.
+        y [B, Hv Dv] in the dtype of projected (zeros for padding rows), conv_pool, state_pool.
 
     Raises:
         ValueError: shapes or options do not fit; TypeError: dtypes do not fit.
@@ -73,21 +70,18 @@ def gdn_decode(
         f"num_k_heads must divide Hv = {check['Hv']} (state_pool, shape {state_pool.shape}), got {num_k_heads}",
     )
     check.bind("C", 2 * num_k_heads * head_k_dim + check["Hv"] * check["Dv"], "2 * Hk * Dk + Hv * Dv")
-    check.bind("HvDv", check["Hv"] * check["Dv"], "Hv * Dv")
-    check.shape("qkv", qkv, ("B", "C")).shape("z", z, ("B", "HvDv")).shape("b", b, ("B", "Hv"))
-    check.shape("a", a, ("B", "Hv")).shape("conv_weight", conv_weight, (4, "C")).shape("A_log", A_log, ("Hv",))
+    check.bind("P", check["C"] + check["Hv"] * (check["Dv"] + 2), "C + Hv * Dv + 2 * Hv")
+    check.shape("projected", projected, ("B", "P"))
+    check.shape("conv_weight", conv_weight, (4, "C")).shape("A_log", A_log, ("Hv",))
     check.shape("dt_bias", dt_bias, ("Hv",)).shape("norm_weight", norm_weight, ("Dv",))
     check.shape("conv_pool", conv_pool, ("L", "S", 3, "C")).shape("slot_ids", slot_ids, ("B",))
-    check.dtype("qkv", qkv, checks.ACTIVATION_DTYPES)
-    check.same_dtype(qkv=qkv, z=z, b=b, a=a, conv_weight=conv_weight, conv_pool=conv_pool)
+    check.dtype("projected", projected, checks.ACTIVATION_DTYPES)
+    check.same_dtype(projected=projected, conv_weight=conv_weight, conv_pool=conv_pool)
     check.dtype("A_log", A_log, ("float32",)).dtype("dt_bias", dt_bias, ("float32",))
     check.dtype("norm_weight", norm_weight, ("float32",)).dtype("state_pool", state_pool, checks.STATE_DTYPES)
     check.dtype("slot_ids", slot_ids, ("int32",))
     arguments = {
-        "qkv": qkv,
-        "z": z,
-        "b": b,
-        "a": a,
+        "projected": projected,
         "conv_weight": conv_weight,
         "A_log": A_log,
         "dt_bias": dt_bias,

@@ -8,11 +8,12 @@ before them is in registers; the copy engine addresses the pool by (state matrix
 ``S q``.
 
 Padding rows write zeros to their output and touch nothing else, the null slot included.
+
+The layer's projection holds qkv, z, b and a side by side. ``gdn_decode`` lets XLA split it: four small kernels a layer.
+``gdn_decode_whole`` reads each part where it is.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gdn_decode.reference import split_projected
 from pallas_kernels.gpu_support import require, require_nvidia
 from pallas_kernels.numerics import L2_EPSILON, silu
 
@@ -43,14 +45,11 @@ def supports(target, arguments) -> None:
     require(group <= MAX_GROUP, f"takes at most {MAX_GROUP} value heads a key head, not {group}")
     matrices = arguments["state_pool"].size // (DIM * DIM)
     require(matrices < 2**31, f"{matrices} state matrices are past int32")
-    require(arguments["qkv"].shape[0] < 2**16, "takes at most 65535 rows")
+    require(arguments["projected"].shape[0] < 2**16, "takes at most 65535 rows")
 
 
 def gdn_decode(
-    qkv,
-    z,
-    b,
-    a,
+    projected,
     conv_weight,
     A_log,
     dt_bias,
@@ -63,16 +62,31 @@ def gdn_decode(
     num_k_heads,
     head_k_dim,
     eps,
+    whole=False,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See :func:`pallas_kernels.gdn_decode`. The pools are references to the kernel: updated in place."""
-    rows = qkv.shape[0]
-    group = state_pool.shape[2] // num_k_heads
+    rows, channels = projected.shape[0], conv_weight.shape[1]
+    num_v_heads = state_pool.shape[2]
+    group = num_v_heads // num_k_heads
     conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
-    body = functools.partial(_kernel, num_k_heads=num_k_heads, group=group, state_dtype=state_pool.dtype, eps=eps)
+    parts = (projected,) if whole else split_projected(projected, channels, num_v_heads)
+    firsts = (0, channels, channels + num_v_heads * DIM, channels + num_v_heads * (DIM + 1)) if whole else (0,) * 4
+
+    def body(*refs):
+        inputs = refs[: len(parts)] * (4 if whole else 1)
+        _kernel(
+            *zip(inputs, firsts, strict=True),
+            *refs[len(parts) :],
+            num_k_heads=num_k_heads,
+            group=group,
+            state_dtype=state_pool.dtype,
+            eps=eps,
+        )
+
     kernel = pl.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(z.shape, z.dtype)],
+        out_type=[jax.ShapeDtypeStruct((rows, num_v_heads * DIM), projected.dtype)],
         mesh=plgpu.Mesh(grid=(num_k_heads, rows), grid_names=("key_head", "row")),
         # Barriers are placed by hand, with commit_smem: what a thread reads and writes itself needs none.
         compiler_params=plgpu.CompilerParams(
@@ -81,16 +95,21 @@ def gdn_decode(
         interpret=interpret,
         name="gdn_decode",
     )
-    operands = (qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, layer[None], slot_ids)
+    operands = (*parts, conv_weight, A_log, dt_bias, norm_weight, layer[None], slot_ids)
     [y] = kernel(*operands, conv_ref, state_ref)
     return y, jax.freeze(conv_ref), jax.freeze(state_ref)
 
 
+def gdn_decode_whole(*args, **kwargs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same with ``whole=True``."""
+    return gdn_decode(*args, **kwargs, whole=True)
+
+
 def _kernel(
-    qkv_ref,  # [B, C]
-    z_ref,  # [B, Hv Dv]
-    b_ref,  # [B, Hv]
-    a_ref,
+    qkv,  # a reference and the column where the part begins: [B, C] from there
+    z,  # [B, Hv Dv]
+    b,  # [B, Hv]
+    a,  # [B, Hv]
     conv_weight_ref,  # [4, C]
     A_log_ref,  # [Hv]
     dt_bias_ref,
@@ -133,13 +152,18 @@ def _kernel(
         # The small part, while the first tiles are on their way. All its loads come before its first use of one.
         pieces = [key_head, num_k_heads + key_head] + [2 * num_k_heads + first_head + m for m in range(group)]
         pieces = [pl.ds(piece * DIM, DIM) for piece in pieces]
-        windows = [_load_window(qkv_ref.at[row], conv_ref.at[layer, slot], channels) for channels in pieces]
+        qkv_ref, qkv_first = qkv
+        windows = [
+            _load_window(qkv_ref.at[row, _shifted(channels, qkv_first)], conv_ref.at[layer, slot], channels)
+            for channels in pieces
+        ]
         taps = [_load_rows(conv_weight_ref, 4, channels) for channels in pieces]
         heads = [pl.ds((first_head + member) * DIM, DIM) for member in range(group)]
-        gates = [plgpu.load(z_ref.at[row, channels], layout=_CHANNELS) for channels in heads]
+        z_ref, z_first = z
+        gates = [plgpu.load(z_ref.at[row, _shifted(channels, z_first)], layout=_CHANNELS) for channels in heads]
         norm_weight = plgpu.load(norm_weight_ref, layout=_CHANNELS)
         for member in range(group):
-            beta, kept = _gates(b_ref, a_ref, A_log_ref, dt_bias_ref, row, first_head + member)
+            beta, kept = _gates(b, a, A_log_ref, dt_bias_ref, row, first_head + member)
             gates_ref[2 * member], gates_ref[2 * member + 1] = beta, kept
         for channels, window in zip(pieces, windows, strict=True):
             for place in range(3):
@@ -207,9 +231,14 @@ def _load_rows(ref, rows: int, channels) -> list[jax.Array]:
     return [plgpu.load(ref.at[row, channels], layout=_CHANNELS) for row in range(rows)]
 
 
+def _shifted(channels, first: int):
+    """The same slice of a part that begins at a column."""
+    return pl.ds(channels.start + first, channels.size)
+
+
 def _load_window(new_ref, tail_ref, channels) -> list[jax.Array]:
-    """The last four inputs of 128 channels, oldest first: tail [3, C], then the new one [C]."""
-    return [*_load_rows(tail_ref, 3, channels), plgpu.load(new_ref.at[channels], layout=_CHANNELS)]
+    """The last four inputs of 128 channels, oldest first: those of the tail [3, C], then the new one [128]."""
+    return [*_load_rows(tail_ref, 3, channels), plgpu.load(new_ref, layout=_CHANNELS)]
 
 
 def _convolve(window: list[jax.Array], taps: list[jax.Array]) -> jax.Array:
@@ -221,10 +250,11 @@ def _convolve(window: list[jax.Array], taps: list[jax.Array]) -> jax.Array:
     return silu(total.astype(dtype).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
 
 
-def _gates(b_ref, a_ref, A_log_ref, dt_bias_ref, row, head):
+def _gates(b, a, A_log_ref, dt_bias_ref, row, head):
     """Write strength and decay (not its logarithm) of one head, scalars."""
-    beta = lax.logistic(b_ref[row, head].astype(jnp.float32))
-    x = a_ref[row, head].astype(jnp.float32) + dt_bias_ref[head]
+    (b_ref, b_first), (a_ref, a_first) = b, a
+    beta = lax.logistic(b_ref[row, b_first + head].astype(jnp.float32))
+    x = a_ref[row, a_first + head].astype(jnp.float32) + dt_bias_ref[head]
     small = jnp.exp(-jnp.abs(x))  # log(1 + small), by its series where 1 + small would round it away
     log1p = jnp.where(small < 2.0**-10, small * (1.0 - 0.5 * small), jnp.log(1.0 + small))
     return beta, jnp.exp(-jnp.exp(A_log_ref[head]) * (jnp.maximum(x, 0.0) + log1p))

@@ -10,11 +10,14 @@ from pallas_kernels.numerics import HIGHEST, delta_gates, l2_normalize, rms_norm
 from pallas_kernels.packing import live_rows
 
 
+def split_projected(projected: jax.Array, conv_dim: int, num_v_heads: int) -> tuple[jax.Array, ...]:
+    """The parts of a projection that holds them side by side: qkv [B, C], z [B, Hv Dv], b [B, Hv] and a [B, Hv]."""
+    width = projected.shape[1]
+    return tuple(jnp.split(projected, [conv_dim, width - 2 * num_v_heads, width - num_v_heads], axis=1))
+
+
 def gdn_decode(
-    qkv,
-    z,
-    b,
-    a,
+    projected,
     conv_weight,
     A_log,
     dt_bias,
@@ -33,10 +36,11 @@ def gdn_decode(
     The state is updated row by row in a loop over the live rows: the same formulas vectorised over gathered states
     measured far slower on a CPU, where batched matrix-vector products and gathers of whole states are slow.
     """
-    rows = qkv.shape[0]
+    rows = projected.shape[0]
     _, _, num_v_heads, head_v_dim, _ = state_pool.shape
     group = num_v_heads // num_k_heads
     key_dim = num_k_heads * head_k_dim
+    qkv, z, b, a = split_projected(projected, conv_weight.shape[1], num_v_heads)
 
     # The barrier keeps this read before the write below: fused into its uses, it would outlive the old pool and make
     # XLA copy the pool (seen with one row).

@@ -57,8 +57,10 @@ class GdnDecodeSpec(Spec):
             unread[-1, slot_ids[~pads]] = False
             conv_pool, state_pool = nan_where(unread, conv_pool), nan_where(unread, state_pool)
             inputs = {name: nan_where(pads, array) for name, array in inputs.items()}
+        parts = tuple(inputs.values())
+        joined = np.concatenate if all(isinstance(part, np.ndarray) for part in parts) else jnp.concatenate
         arguments = {
-            **inputs,
+            "projected": joined(parts, axis=1),
             "conv_weight": draw.normal((4, channels), self.dtype, 0.5),
             "A_log": draw.uniform((heads,), *DECAYS[self.decay]),
             "dt_bias": draw.normal((heads,), "float32", 0.5),

@@ -65,12 +65,12 @@ class GatedDeltaNet(nnx.Module):
         heads = {"num_k_heads": gdn.num_k_heads, "head_k_dim": gdn.head_k_dim, "implementation": self.kernels}
 
         projected = linear(x, self.in_proj[...], "in_proj")  # [M, Cc + Hv*Dv + 2*Hv]
-        bounds = np.cumsum([gdn.conv_dim, gdn.value_dim, gdn.num_v_heads])
-        prefill_parts, decode_parts = (jnp.split(part, bounds, axis=-1) for part in batch.split(projected))
+        prefill_part, decode_part = batch.split(projected)
 
         mixed = []
         if batch.prefill is not None:
-            qkv, z, b, a = prefill_parts  # [T, Cc], [T, Hv*Dv], [T, Hv], [T, Hv]
+            bounds = np.cumsum([gdn.conv_dim, gdn.value_dim, gdn.num_v_heads])
+            qkv, z, b, a = jnp.split(prefill_part, bounds, axis=-1)  # [T, Cc], [T, Hv*Dv], [T, Hv], [T, Hv]
             sequences = (batch.prefill.slot_ids, batch.prefill.has_state, batch.prefill.cu_seqlens)
             qkv, conv_pool = causal_conv(
                 qkv, self.conv_weight[...], conv_pool, layer, *sequences, implementation=self.kernels
@@ -81,12 +81,8 @@ class GatedDeltaNet(nnx.Module):
             y = gated_rms_norm(o, z.reshape(o.shape), self.norm[...], self.eps)
             mixed.append(y.reshape(z.shape))
         if batch.decode is not None:
-            qkv, z, b, a = decode_parts
             y, conv_pool, state_pool = gdn_decode(
-                qkv,
-                z,
-                b,
-                a,
+                decode_part,
                 self.conv_weight[...],
                 self.A_log[...],
                 self.dt_bias[...],

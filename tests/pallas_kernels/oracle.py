@@ -96,10 +96,7 @@ def gdn_prefill(qkv, b, a, A_log, dt_bias, state_pool, layer, slot_ids, has_stat
 
 
 def gdn_decode(
-    qkv,
-    z,
-    b,
-    a,
+    projected,
     conv_weight,
     A_log,
     dt_bias,
@@ -112,10 +109,11 @@ def gdn_decode(
     head_k_dim,
     eps,
 ):
-    dtype = qkv.dtype
-    qkv, z, b, a, weight = (array.astype(F64) for array in (qkv, z, b, a, conv_weight))
+    dtype = projected.dtype
+    projected, weight = projected.astype(F64), conv_weight.astype(F64)
     tails, states = conv_pool.astype(F64), state_pool.astype(F64)
-    heads = states.shape[2]
+    heads, values = states.shape[2], states.shape[2] * states.shape[3]
+    qkv, z, b, a = np.split(projected, np.cumsum([weight.shape[1], values, heads]), axis=1)
     y, written = np.zeros_like(z), np.zeros(states.shape[:2], bool)
     for row, slot in enumerate(slot_ids):
         if slot == 0:

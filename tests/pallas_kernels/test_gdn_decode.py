@@ -88,7 +88,7 @@ def test_company_does_not_matter(implementation):
     """A row alone (the others padding), in reversed order, and among others: the same result."""
     case = host(dataclasses.replace(BASE, num_pads=0).case(8, poison=True))
     y, conv_pool, state_pool = call(OP, implementation, case)
-    row_inputs = ("qkv", "z", "b", "a", "slot_ids")
+    row_inputs = ("projected", "slot_ids")
     reversed_rows = {name: case.arguments[name][::-1] for name in row_inputs}
     y_reversed, conv_reversed, state_reversed = call(OP, implementation, host(case, **reversed_rows))
     assert_close(OP, implementation, y_reversed[::-1], y, name="rows in reversed order")
@@ -109,9 +109,11 @@ def test_nan_row_touches_no_neighbour(implementation, where):
     clean = call(OP, implementation, case)
     slots = case.arguments["slot_ids"]
     victim = int(np.flatnonzero(slots)[1])
-    name = {"state": "state_pool", "tail": "conv_pool"}.get(where, where)
+    name = {"state": "state_pool", "tail": "conv_pool"}.get(where, "projected")
     poisoned = case.arguments[name].copy()
-    poisoned[(-1, slots[victim]) if name.endswith("pool") else victim] = np.nan
+    channels = BASE.model.conv_dim
+    columns = slice(channels) if where == "qkv" else slice(channels, channels + BASE.model.value_dim)
+    poisoned[(-1, slots[victim]) if name.endswith("pool") else (victim, columns)] = np.nan
     got = call(OP, implementation, host(case, **{name: poisoned}))
     assert np.isnan(got[0][victim]).any()
     rows = np.arange(BASE.num_rows) != victim

@@ -66,11 +66,9 @@ def test_gdn_decode_continues_prefill(implementation, weights, tokens, prompt):
     padding = np.zeros(1, np.int32)  # a padding row beside the live one
     outputs = []
     for position in range(prompt, prompt + steps):
-        rows = {
-            name: np.stack([array[position], np.full_like(array[position], np.nan)]) for name, array in tokens.items()
-        }
+        row = np.concatenate([tokens[name][position] for name in ("qkv", "z", "b", "a")])
         y, conv_pool, state_pool = pallas_kernels.gdn_decode(
-            **rows,
+            np.stack([row, np.full_like(row, np.nan)]),
             **weights,
             conv_pool=conv_pool,
             state_pool=state_pool,

@@ -94,5 +94,5 @@ def test_poison_covers_what_must_not_be_read(op):
 def test_cases_repeat_with_the_seed():
     spec = dataclasses.replace(tiny_specs_of("gdn_decode")["tiny1-rows5"])
     first, again, other = (host(spec.case(seed)) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first.arguments["qkv"], again.arguments["qkv"])
-    assert (first.arguments["qkv"] != other.arguments["qkv"]).any()
+    np.testing.assert_array_equal(first.arguments["projected"], again.arguments["projected"])
+    assert (first.arguments["projected"] != other.arguments["projected"]).any()
