@@ -13,6 +13,8 @@ from pallas_kernels.registry import Implementation
 OP = registry.define_op("causal_conv")
 OP.register(registry.REFERENCE, reference.causal_conv, priority=0)
 OP.register("mosaic_sm90", mosaic_sm90.causal_conv, priority=20, supports=mosaic_sm90.supports)
+# Reads the projection where it is. By name only until it has passed the conformance suite on a GPU.
+OP.register("mosaic_sm90_whole", mosaic_sm90.causal_conv_whole, priority=-1, supports=mosaic_sm90.supports)
 
 
 def causal_conv(
@@ -32,7 +34,7 @@ def causal_conv(
     from the request's tail in the pool (zeros without a state). The tail becomes the last three raw inputs.
 
     Args:
-        x: [T, C] packed raw inputs.
+        x: [T, C or more] packed raw inputs: the first C columns, whatever stands beside them.
         weight: [4, C], tap 3 multiplies the current token; dtype of x.
         conv_pool: [L, S, 3, C] last three raw inputs of each slot, oldest first; dtype of x. Slot 0 is the null slot.
         layer: i32 scalar, which layer of the pool.
@@ -50,7 +52,8 @@ def causal_conv(
         UnknownImplementation: no such implementation.
     """
     check = checks.ArgumentChecker(OP.name)
-    check.shape("x", x, ("T", "C")).shape("weight", weight, (4, "C")).shape("conv_pool", conv_pool, ("L", "S", 3, "C"))
+    check.shape("x", x, ("T", "X")).shape("weight", weight, (4, "C")).shape("conv_pool", conv_pool, ("L", "S", 3, "C"))
+    check.require(check["X"] >= check["C"], f"x, shape {x.shape}, has fewer columns than weight, shape {weight.shape}")
     check.shape("slot_ids", slot_ids, ("R",)).shape("has_state", has_state, ("R",))
     check.shape("cu_seqlens", cu_seqlens, (check["R"] + 1,))
     check.dtype("x", x, checks.ACTIVATION_DTYPES).same_dtype(x=x, weight=weight, conv_pool=conv_pool)

@@ -29,16 +29,21 @@ THREAD_BYTES = 8  # of one token in one load of a thread
 def supports(target, arguments) -> None:
     """Hopper or newer, channels a multiple of the threads of a warpgroup."""
     require_nvidia(target, at_least=(9, 0))
-    channels = arguments["x"].shape[1]
+    channels = arguments["weight"].shape[1]
     require(channels % THREADS == 0, f"takes channels in multiples of {THREADS}, not {channels}")
     require(arguments["x"].shape[0] > 0, "takes at least one token")
 
 
 def causal_conv(
-    x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens, *, interpret=False
+    x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens, *, whole=False, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`pallas_kernels.causal_conv`. The pool is a reference to the kernel: updated in place."""
-    num_tokens, channels = x.shape
+    """See :func:`pallas_kernels.causal_conv`. The pool is a reference to the kernel: updated in place.
+
+    Columns beside those of the convolution are left out with ``whole``, and cut off by XLA before without it.
+    """
+    num_tokens, channels = x.shape[0], weight.shape[1]
+    if not whole:
+        x = x[:, :channels]
     num_requests = slot_ids.shape[0]
     ends = jnp.append(cu_seqlens, jnp.int32(num_tokens))  # the pads: request R
     tiles = tile_work_list(ends, num_tokens)
@@ -47,7 +52,7 @@ def causal_conv(
     conv_ref = jax.new_ref(conv_pool)
     kernel = pl.kernel(
         functools.partial(_kernel, block=block, num_requests=num_requests),
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        out_type=[jax.ShapeDtypeStruct((num_tokens, channels), x.dtype)],
         mesh=plgpu.Mesh(grid=(channels // block, tiles.start.shape[0]), grid_names=("block", "tile")),
         # No barriers: a thread reads and writes its own channels only, and there is no shared memory.
         compiler_params=plgpu.CompilerParams(
@@ -62,8 +67,13 @@ def causal_conv(
     return y, jax.freeze(conv_ref)
 
 
+def causal_conv_whole(*args, **kwargs) -> tuple[jax.Array, jax.Array]:
+    """The same with ``whole=True``."""
+    return causal_conv(*args, **kwargs, whole=True)
+
+
 def _kernel(
-    x_ref,  # [T, C]
+    x_ref,  # [T, C or more]
     weight_ref,  # [4, C]
     tile_request_ref,  # [M]
     tile_start_ref,

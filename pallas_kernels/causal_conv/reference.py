@@ -16,6 +16,7 @@ def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens) ->
     leading tokens of each request, whose windows there reach into a neighbour, are replaced by values computed with
     the tail. Both add the taps in one order, so a request's values do not depend on how it is split.
     """
+    x = x[:, : weight.shape[1]]
     num_tokens, _ = x.shape
     # The barrier keeps this read before the write at the end: fused into its uses, it would outlive the old pool and
     # make XLA copy the pool.

@@ -19,6 +19,7 @@ class CausalConvSpec(Spec):
         num_pads: pad tokens after the pack.
         has_state: whether each request has a tail; None alternates True, False.
         num_slots: slots of the pool, the null slot included; None takes the requests and three more.
+        beside: columns of x beside those of the convolution.
     """
 
     op: ClassVar[str] = "causal_conv"
@@ -29,6 +30,7 @@ class CausalConvSpec(Spec):
     num_pads: int = 0
     has_state: tuple[bool, ...] | None = None
     num_slots: int | None = None
+    beside: int = 0
 
     def case(self, seed: int = 0, *, poison: bool = False) -> Case:
         """See :meth:`Spec.case`."""
@@ -38,7 +40,7 @@ class CausalConvSpec(Spec):
         tokens = sum(self.lengths) + self.num_pads
         has_state = np.array(self.has_state or [r % 2 == 0 for r in range(requests)], bool)
         slot_ids = draw.distinct(requests, slots - 1)
-        x = draw.normal((tokens, channels), self.dtype)
+        x = draw.normal((tokens, channels + self.beside), self.dtype)
         weight = draw.normal((4, channels), self.dtype, 0.5)
         pool = draw.normal((self.num_layers, slots, 3, channels), self.dtype)
         if poison:
@@ -46,6 +48,8 @@ class CausalConvSpec(Spec):
             unread[-1, slot_ids[has_state]] = False
             pool = nan_where(unread, pool)
             x = nan_where(np.arange(tokens) >= sum(self.lengths), x)
+            if self.beside:
+                x[:, channels:] = np.nan
         arguments = {
             "x": x,
             "weight": weight,

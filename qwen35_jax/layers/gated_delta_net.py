@@ -70,10 +70,10 @@ class GatedDeltaNet(nnx.Module):
         mixed = []
         if batch.prefill is not None:
             bounds = np.cumsum([gdn.conv_dim, gdn.value_dim, gdn.num_v_heads])
-            qkv, z, b, a = jnp.split(prefill_part, bounds, axis=-1)  # [T, Cc], [T, Hv*Dv], [T, Hv], [T, Hv]
+            _, z, b, a = jnp.split(prefill_part, bounds, axis=-1)  # [T, Cc], [T, Hv*Dv], [T, Hv], [T, Hv]
             sequences = (batch.prefill.slot_ids, batch.prefill.has_state, batch.prefill.cu_seqlens)
             qkv, conv_pool = causal_conv(
-                qkv, self.conv_weight[...], conv_pool, layer, *sequences, implementation=self.kernels
+                prefill_part, self.conv_weight[...], conv_pool, layer, *sequences, implementation=self.kernels
             )
             o, state_pool = gdn_prefill(
                 qkv, b, a, self.A_log[...], self.dt_bias[...], state_pool, layer, *sequences, **heads

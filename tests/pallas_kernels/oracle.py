@@ -45,7 +45,7 @@ def conv_silu(window, weight, dtype):
 
 def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens):
     dtype = x.dtype
-    x, weight, pool = x.astype(F64), weight.astype(F64), conv_pool.astype(F64)
+    x, weight, pool = x[:, : weight.shape[1]].astype(F64), weight.astype(F64), conv_pool.astype(F64)
     y, written = np.zeros_like(x), np.zeros(pool.shape[:2], bool)
     for request, slot in enumerate(slot_ids):
         start, stop = cu_seqlens[request], cu_seqlens[request + 1]

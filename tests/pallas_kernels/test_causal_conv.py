@@ -41,6 +41,12 @@ def test_matches_the_oracle(implementation, dtype):
 
 
 @every_implementation(OP)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_columns_beside_its_own_are_not_read(implementation, dtype):
+    check(OP, implementation, dataclasses.replace(MIXED, dtype=dtype, beside=260).case(2, poison=True))
+
+
+@every_implementation(OP)
 def test_rounds_before_and_after_the_activation(implementation):
     case = host(dataclasses.replace(MIXED, dtype="bfloat16").case(1, poison=True))
     (y, *_), (want, *_) = call(OP, implementation, case), oracle.causal_conv(**case.arguments)

@@ -63,7 +63,9 @@ def lowered_for_h200(spec: Spec, implementation: str = NAME) -> str:
 
 @pytest.mark.parametrize(
     ("spec", "implementation"),
-    [(spec, NAME) for op in OPS for spec in distinct(op)] + [(spec, WHOLE) for spec in distinct("gdn_decode")],
+    [(spec, NAME) for op in OPS for spec in distinct(op)]
+    + [(spec, WHOLE) for spec in distinct("gdn_decode")]
+    + [(dataclasses.replace(spec, beside=4160), WHOLE) for spec in distinct("causal_conv")],
     ids=lambda value: f"{value.op}-{value.name}" if isinstance(value, Spec) else value,
 )
 def test_lowers_for_an_h200(spec, implementation):
@@ -85,6 +87,9 @@ def test_lowers_in_other_dtypes(op, dtype):
     [
         CausalConvSpec(
             name="", model=SMALL, lengths=(2, 9, 0, 67, 1), has_state=(True, False, True, True, True), num_pads=2
+        ),
+        CausalConvSpec(
+            name="whole", model=SMALL, lengths=(2, 0, 67), has_state=(True, False, True), num_pads=2, beside=9
         ),
         GdnDecodeSpec(name="", model=SMALL, num_rows=3, num_pads=1),
         GdnDecodeSpec(name="whole", model=SMALL, num_rows=3, num_pads=1),
@@ -121,7 +126,7 @@ def test_declines_what_it_cannot_run():
     with pytest.raises(UnsupportedArguments, match="takes heads of 128 x 128, not 64 x 64"):
         gdn(hopper, arguments | options | {"state_pool": narrow})
     with pytest.raises(UnsupportedArguments, match="takes channels in multiples of 128, not 100"):
-        conv(hopper, {"x": jax.ShapeDtypeStruct((5, 100), jnp.bfloat16)})
+        conv(hopper, {name: jax.ShapeDtypeStruct((5, 100), jnp.bfloat16) for name in ("x", "weight")})
 
 
 @pytest.mark.gpu
