@@ -1,10 +1,11 @@
 """GPU kernels and their plain-jnp references.
 
-Six ops; each is a folder of the same name with ``api.py`` (the public function), ``reference.py`` (its definition),
+Seven ops; each is a folder of the same name with ``api.py`` (the public function), ``reference.py`` (its definition),
 ``specs.py`` (real model shapes) and one file per further implementation. The public functions are exported here, so
 ``pallas_kernels.gdn_decode`` is the function; ``from pallas_kernels.gdn_decode import specs`` reaches into its folder.
 """
 
+from pallas_kernels.add_rms_norm.api import add_rms_norm
 from pallas_kernels.causal_conv.api import causal_conv
 from pallas_kernels.gdn_decode.api import gdn_decode
 from pallas_kernels.gdn_prefill.api import gdn_prefill
@@ -16,6 +17,7 @@ from pallas_kernels.registry import UnknownImplementation, UnsupportedArguments,
 __all__ = [
     "UnknownImplementation",
     "UnsupportedArguments",
+    "add_rms_norm",
     "causal_conv",
     "describe",
     "gdn_decode",

@@ -116,7 +116,8 @@ def _op(spec: Spec, implementation: str, options: dict[str, Any]) -> Callable[[d
 
     def run(arguments):
         results = function(**arguments, **options, implementation=implementation)
-        return (results[0], results[1:]) if isinstance(results, tuple) else (results, ())
+        results = results if isinstance(results, tuple) else (results,)
+        return results[0], results[len(results) - len(spec.pools) :]
 
     return run
 
@@ -125,7 +126,8 @@ def chained(spec: Spec, implementation: str, options: dict[str, Any]):
     """A program of several calls in a row: ``(pools, inputs of each call) -> (output, pools)``; donate the pools.
 
     Each call has inputs of its own (else the compiler would merge what the calls have in common) and waits for the
-    one before it: through the pools, or, where an op updates none, through its output, which is the next one's q.
+    one before it: through the pools, or, where an op updates none, through its output, which stands for one of the next
+    one's arguments.
     """
     run = _op(spec, implementation, options)
 
@@ -133,7 +135,7 @@ def chained(spec: Spec, implementation: str, options: dict[str, Any]):
         out = None
         for arguments in inputs:
             if out is not None and not spec.pools:
-                arguments = arguments | {"q": out}
+                arguments = arguments | {spec.chained: out}
             out, pools = run(arguments | dict(zip(spec.pools, pools, strict=True)))
         return out, pools
 

@@ -27,6 +27,7 @@ class ModelShape:
         num_k_heads: GDN key heads Hk.
         num_v_heads: GDN value heads Hv.
         head_dim: attention head dim H.
+        hidden_size: width D of the residual stream.
         rotary_dim: rotated dims.
         head_k_dim: Dk.
         head_v_dim: Dv.
@@ -38,6 +39,7 @@ class ModelShape:
     num_k_heads: int
     num_v_heads: int
     head_dim: int = 256
+    hidden_size: int = 256
     rotary_dim: int = 64
     head_k_dim: int = 128
     head_v_dim: int = 128
@@ -56,11 +58,11 @@ class ModelShape:
 REAL_MODELS: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        ModelShape("0.8b", num_heads=8, num_kv_heads=2, num_k_heads=16, num_v_heads=16),
-        ModelShape("2b", num_heads=8, num_kv_heads=2, num_k_heads=16, num_v_heads=16),
-        ModelShape("4b", num_heads=16, num_kv_heads=4, num_k_heads=16, num_v_heads=32),
-        ModelShape("9b", num_heads=16, num_kv_heads=4, num_k_heads=16, num_v_heads=32),
-        ModelShape("27b", num_heads=24, num_kv_heads=4, num_k_heads=16, num_v_heads=48),
+        ModelShape("0.8b", num_heads=8, num_kv_heads=2, num_k_heads=16, num_v_heads=16, hidden_size=1024),
+        ModelShape("2b", num_heads=8, num_kv_heads=2, num_k_heads=16, num_v_heads=16, hidden_size=2048),
+        ModelShape("4b", num_heads=16, num_kv_heads=4, num_k_heads=16, num_v_heads=32, hidden_size=2560),
+        ModelShape("9b", num_heads=16, num_kv_heads=4, num_k_heads=16, num_v_heads=32, hidden_size=4096),
+        ModelShape("27b", num_heads=24, num_kv_heads=4, num_k_heads=16, num_v_heads=48, hidden_size=5120),
     )
 }
 
@@ -101,6 +103,7 @@ class Spec(abc.ABC):
     Attributes:
         op: name of the op.
         pools: arguments that the op updates in place; they are its last results, in this order.
+        chained: of an op without such pools, the argument that a result of the call before it can stand for.
         bound: "bytes" or "flops": which ceiling the op is measured against.
         name: name of the spec, unique in its op.
         model: model shape.
@@ -111,6 +114,7 @@ class Spec(abc.ABC):
     op: ClassVar[str]
     pools: ClassVar[tuple[str, ...]]
     bound: ClassVar[str]
+    chained: ClassVar[str] = "q"
 
     name: str
     model: ModelShape

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import add_rms_norm
 from qwen35_jax.cache import Cache
 from qwen35_jax.config import LayerKind, ModelConfig
 from qwen35_jax.errors import UserInputError
@@ -29,7 +30,7 @@ from qwen35_jax.layers.linear import unembed
 from qwen35_jax.layers.mlp import MLP
 from qwen35_jax.layers.norm import rms_norm
 from qwen35_jax.layers.parameters import matrix, vector
-from qwen35_jax.shapes import Activations, Hidden, Logits
+from qwen35_jax.shapes import Activations, Hidden, Logits, Vector
 
 __all__ = ["DecodeInputs", "DecoderLayer", "ForwardOutput", "PrefillInputs", "Qwen35"]
 
@@ -56,7 +57,7 @@ class ForwardOutput(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``.
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``; the last sum is left to whoever norms it.
 
     Parameters: ``input_norm``, ``post_norm`` fp32 ``[D]``, and those of ``mixer`` and ``mlp``.
     """
@@ -73,27 +74,46 @@ class DecoderLayer(nnx.Module):
     ):
         mixers = {"linear_attention": GatedDeltaNet, "full_attention": GatedAttention}
         self.eps = config.rms_norm_eps
+        self.kernels = kernels
         self.input_norm = vector(config.hidden_size)
         self.mixer = mixers[kind](config, pool_layer, rngs=rngs, kernels=kernels, dtype=dtype)
         self.post_norm = vector(config.hidden_size)
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Activations, batch: Batch, cache: Cache) -> tuple[Activations, Cache]:
-        """Advances the residual stream ``[M, D]`` by one layer."""
-        if isinstance(self.mixer, GatedDeltaNet):
-            with jax.named_scope("gated_delta_net"):
-                h = rms_norm(x, self.input_norm[...], self.eps)
+    def __call__(
+        self, x: Activations, delta: Activations | None, batch: Batch, cache: Cache
+    ) -> tuple[Activations, Activations, Cache]:
+        """Advances the residual stream by one layer.
+
+        Args:
+            x: ``[M, D]``, the residual stream without the result of the layer before.
+            delta: ``[M, D]``, that result; None for the first layer.
+            batch: where the tokens belong.
+            cache: the pools.
+
+        Returns:
+            The residual stream without the MLP's result, that result, and the pools.
+        """
+        with jax.named_scope("gated_delta_net" if isinstance(self.mixer, GatedDeltaNet) else "attention"):
+            x, h = add_norm(x, delta, self.input_norm[...], self.eps, self.kernels)
+            if isinstance(self.mixer, GatedDeltaNet):
                 h, conv, state = self.mixer(h, batch, cache.conv, cache.state)
                 cache = cache._replace(conv=conv, state=state)
-        else:
-            with jax.named_scope("attention"):
-                h = rms_norm(x, self.input_norm[...], self.eps)
+            else:
                 h, kv = self.mixer(h, batch, cache.kv)
                 cache = cache._replace(kv=kv)
-        x = x + h
         with jax.named_scope("mlp"):
-            x = x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
-        return x, cache
+            x, h = add_norm(x, h, self.post_norm[...], self.eps, self.kernels)
+            return x, self.mlp(h), cache
+
+
+def add_norm(
+    x: Activations, delta: Activations | None, weight: Vector, eps: float, kernels: str
+) -> tuple[Activations, Activations]:
+    """``x + delta`` (x alone without a delta) and its RMS norm."""
+    if delta is None:
+        return x, rms_norm(x, weight, eps)
+    return add_rms_norm(x, delta, weight, eps=eps, implementation=kernels)
 
 
 class Qwen35(nnx.Module):
@@ -132,6 +152,7 @@ class Qwen35(nnx.Module):
         dtype = jnp.dtype(config.dtype if param_dtype is None else param_dtype)
         self.config = config
         self.dtype = dtype
+        self.kernels = kernels
         self.embed = matrix(rngs, (config.vocab_size, config.hidden_size), dtype)
         layers, seen = [], dict.fromkeys(config.layer_types, 0)
         for kind in config.layer_types:
@@ -168,21 +189,21 @@ class Qwen35(nnx.Module):
         batch = Batch.of(prefill, decode)
         with jax.named_scope("embed"):
             x = jnp.take(self.embed[...], batch.tokens, axis=0, mode="clip")  # [M, D]
-        collected = []
+        delta, collected = None, []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x, cache = layer(x, batch, cache)
+                x, delta, cache = layer(x, delta, batch, cache)
             if layer_outputs:
-                collected.append(x)
+                collected.append(x + delta)
 
         with jax.named_scope("final_norm"):
-            x_prefill, x_decode = batch.split(x)
+            of_prefill, of_decode = zip(batch.split(x), batch.split(delta), strict=True)
             return ForwardOutput(
-                prefill_hidden=None if prefill is None else self._last_hidden(x_prefill, prefill),
-                decode_hidden=None if decode is None else self._normed(x_decode),
+                prefill_hidden=None if prefill is None else self._last_hidden(*of_prefill, prefill),
+                decode_hidden=None if decode is None else self._normed(*of_decode),
                 cache=cache,
                 layer_outputs=tuple(collected) if layer_outputs else None,
-                prefill_all_hidden=self._normed(x_prefill) if layer_outputs and prefill is not None else None,
+                prefill_all_hidden=self._normed(*of_prefill) if layer_outputs and prefill is not None else None,
             )
 
     def logits(self, hidden: Hidden) -> Logits:
@@ -192,11 +213,11 @@ class Qwen35(nnx.Module):
                 return unembed(hidden, self.embed[...], transposed=True)
             return unembed(hidden, self.lm_head[...], transposed=False)
 
-    def _normed(self, x: Activations) -> Hidden:
-        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
+    def _normed(self, x: Activations, delta: Activations) -> Hidden:
+        return add_norm(x, delta, self.final_norm[...], self.config.rms_norm_eps, self.kernels)[1]
 
-    def _last_hidden(self, x: Activations, prefill: PrefillInputs) -> Hidden:
+    def _last_hidden(self, x: Activations, delta: Activations, prefill: PrefillInputs) -> Hidden:
         """Only the rows that the head needs are normed: ``[R, D]``, zeros for requests without tokens."""
         ends, present = prefill.cu_seqlens[1:], jnp.diff(prefill.cu_seqlens) > 0
-        hidden = self._normed(jnp.take(x, ends - 1, axis=0, mode="clip"))
+        hidden = self._normed(*(jnp.take(part, ends - 1, axis=0, mode="clip") for part in (x, delta)))
         return jnp.where(present[:, None], hidden, jnp.zeros_like(hidden))

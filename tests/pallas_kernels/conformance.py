@@ -34,6 +34,7 @@ from pallas_kernels.spec import Case, tiny_specs_of
 from tests.pallas_kernels import oracle
 
 OPS = tuple(op.name for op in registry.all_ops())
+POOL_OPS = tuple(op for op in OPS if op != "add_rms_norm")  # they work on a layer of a pool
 ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 
 
@@ -54,6 +55,9 @@ class Tolerance:
 
 
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
+    # A sum of up to thousands of squares, all of one sign. In 16 bits the sum's own rounding is the oracle's.
+    ("add_rms_norm", "reference"): Tolerance(exact=1e-6, roundoffs=2),
+    ("add_rms_norm", "mosaic_sm90"): Tolerance(exact=1e-6, roundoffs=2),
     ("causal_conv", "reference"): Tolerance(exact=1e-6, roundoffs=4),
     ("gdn_prefill", "reference"): Tolerance(exact=1e-5, roundoffs=2),
     ("gdn_decode", "reference"): Tolerance(exact=1e-5, roundoffs=4),

@@ -43,6 +43,11 @@ def conv_silu(window, weight, dtype):
     return rounded(silu(rounded(np.sum(window * weight, axis=0), dtype)), dtype)
 
 
+def add_rms_norm(x, delta, weight, eps):
+    total = rounded(x.astype(F64) + delta.astype(F64), x.dtype)
+    return total, rms_normalized(total, eps) * (1.0 + weight.astype(F64))
+
+
 def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens):
     dtype = x.dtype
     x, weight, pool = x[:, : weight.shape[1]].astype(F64), weight.astype(F64), conv_pool.astype(F64)

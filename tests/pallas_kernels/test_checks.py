@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from tests.pallas_kernels.conformance import OPS, tiny_specs_of
+from tests.pallas_kernels.conformance import OPS, POOL_OPS, tiny_specs_of
 
 S = jax.ShapeDtypeStruct
 
@@ -36,6 +36,8 @@ def cases_of_wrong_shapes():
             if name != "layer":
                 yield pytest.param(op, name, lambda shape: (*shape, 1), id=f"{op}-{name}-rank")
     for op, name, axis in [
+        ("add_rms_norm", "delta", 0),
+        ("add_rms_norm", "weight", 0),
         ("causal_conv", "weight", 0),
         ("causal_conv", "weight", 1),
         ("causal_conv", "conv_pool", 2),
@@ -94,7 +96,7 @@ def test_wrong_dtypes_are_named(op):
             trace(op, **{name: wrong} if name != "layer" else {name: S((), jnp.float32)})
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", POOL_OPS)
 def test_layer_is_one_integer(op):
     with pytest.raises(ValueError, match=f"{op}: layer must be a scalar, got shape \\(1,\\)"):
         trace(op, layer=S((1,), jnp.int32))

@@ -23,7 +23,7 @@ from pallas_kernels.kv_write.specs import KvWriteSpec
 from pallas_kernels.paged_decode_attention.specs import PagedDecodeAttentionSpec
 from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
 from pallas_kernels.spec import TINY_MODELS
-from tests.pallas_kernels.conformance import OPS, every_implementation, implementations
+from tests.pallas_kernels.conformance import POOL_OPS, every_implementation, implementations
 
 MODEL = TINY_MODELS["tiny1"]
 PACK = {"model": MODEL, "lengths": (70, 0, 20), "num_pads": 6, "num_layers": 3}
@@ -38,7 +38,7 @@ SPECS = {
     ),
 }
 POOLS = ("conv_pool", "state_pool", "kv_pool")
-EVERYWHERE = [name for name in implementations(OPS[0]) if all(name in implementations(op) for op in OPS)]
+EVERYWHERE = [name for name in implementations(POOL_OPS[0]) if all(name in implementations(op) for op in POOL_OPS)]
 
 
 def abstract(spec) -> dict[str, jax.ShapeDtypeStruct]:
@@ -78,7 +78,7 @@ ONE = {  # one token, one request, one row: where a write of one entry may fuse 
 }
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", POOL_OPS)
 @pytest.mark.parametrize(("dtype", "one"), [("float32", False), ("bfloat16", False), ("float32", True)])
 def test_one_call(op, dtype, one):
     for implementation in implementations(op):
@@ -146,7 +146,7 @@ def test_layers_of_prefill_then_decode_share_the_pools(implementation):
     assert_in_place(lowered.compile(), pools, donated=True)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", POOL_OPS)
 def test_pools_past_two_gigaelements_are_not_flattened(op):
     """No value of the program has as many elements as the pool but another shape: offsets stay one an axis."""
     for implementation in implementations(op):

@@ -91,7 +91,7 @@ def test_names_are_unique_and_auto_is_reserved(op):
         op.register("auto", lambda: None, priority=3)
     with pytest.raises(ValueError, match="already defined"):
         registry.define_op("gdn_decode")
-    with pytest.raises(KeyError, match="unknown op 'gdn'; known: causal_conv, gdn_decode"):
+    with pytest.raises(KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gdn_decode"):
         registry.get_op("gdn")
 
 
@@ -124,6 +124,7 @@ def test_the_target_is_where_the_program_will_run():
 
 def test_every_op_is_there_and_has_its_reference():
     assert OPS == (
+        "add_rms_norm",
         "causal_conv",
         "gdn_decode",
         "gdn_prefill",

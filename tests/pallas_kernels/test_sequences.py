@@ -7,10 +7,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.spec import TINY_MODELS
-from tests.pallas_kernels.conformance import OPS, implementations, tolerance, worst_error
+from tests.pallas_kernels.conformance import POOL_OPS, implementations, tolerance, worst_error
 
 MODEL = TINY_MODELS["tiny2"]
-EVERYWHERE = [name for name in implementations(OPS[0]) if all(name in implementations(op) for op in OPS)]
+EVERYWHERE = [name for name in implementations(POOL_OPS[0]) if all(name in implementations(op) for op in POOL_OPS)]
 SLOT, POOL_SLOTS, BUCKET = 2, 4, 80
 
 

@@ -1,0 +1,1 @@
+"""A residual stream plus a layer's result, and its RMS norm."""

@@ -1,0 +1,102 @@
+"""Conformance of every implementation of add_rms_norm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels
+from pallas_kernels.add_rms_norm import mosaic_sm90
+from pallas_kernels.add_rms_norm.specs import AddRmsNormSpec
+from pallas_kernels.registry import Target, UnsupportedArguments, get_op
+from pallas_kernels.spec import TINY_MODELS, specs_of
+from tests.pallas_kernels import oracle
+from tests.pallas_kernels.conformance import (
+    assert_close,
+    assert_same_bits,
+    call,
+    every_implementation,
+    host,
+    share_of_equal_bits,
+    worst_error,
+)
+
+OP = "add_rms_norm"
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+
+
+def spec_of(rows: int, width: int, dtype: str = "float32") -> AddRmsNormSpec:
+    model = dataclasses.replace(TINY_MODELS["tiny1"], hidden_size=width)
+    return AddRmsNormSpec(name="", model=model, dtype=dtype, num_tokens=rows)
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (2, 256), (5, 2560), (33, 384), (7, 5120)])
+def test_matches_the_oracle(implementation, dtype, rows, width):
+    case = host(spec_of(rows, width, dtype).case(rows))
+    total, normed = call(OP, implementation, case)
+    want_total, want_normed = oracle.add_rms_norm(**case.arguments, **case.options)
+    assert total.dtype == normed.dtype == case.arguments["x"].dtype
+    assert_close(OP, implementation, total, want_total, name="total")
+    assert_close(OP, implementation, normed, want_normed, name="normed")
+    if dtype != "float32":
+        assert share_of_equal_bits(total, want_total) > 0.999
+        assert share_of_equal_bits(normed, want_normed) > 0.98
+
+
+@every_implementation(OP)
+def test_a_bad_row_touches_no_neighbour(implementation):
+    case = host(spec_of(5, 256).case(1))
+    clean = call(OP, implementation, case)
+    x = case.arguments["x"].copy()
+    x[2] = np.nan
+    spoiled = call(OP, implementation, host(case, x=x))
+    rows = np.arange(5) != 2
+    for one, other in zip(clean, spoiled, strict=True):
+        assert np.isnan(other[2]).all()
+        assert_same_bits(other[rows], one[rows], "a neighbour")
+
+
+@every_implementation(OP)
+def test_rows_of_zeros(implementation):
+    case = host(spec_of(3, 256).case(1))
+    zeros = {name: np.zeros_like(case.arguments[name]) for name in ("x", "delta")}
+    for result in call(OP, implementation, host(case, **zeros)):
+        assert not result.any()
+
+
+@pytest.mark.parametrize("name", ["0.8b-rows64", "4b-rows1", "4b-rows8192", "27b-rows256", "tiny1-rows5"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_lowers_for_an_h200(name, dtype):
+    case = dataclasses.replace(specs_of(OP)[name], dtype=dtype).case
+    arguments = jax.eval_shape(lambda: {key: jnp.asarray(array) for key, array in case().arguments.items()})
+    program = jax.jit(lambda a: pallas_kernels.add_rms_norm(**a, eps=1e-6, implementation="mosaic_sm90"))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
+        assert program.trace(arguments).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("width", [128, 384, 1024])
+def test_interpreted_matches_the_oracle(width):
+    case = host(spec_of(3, width).case(4))
+    interpreted = jax.jit(lambda a: mosaic_sm90.add_rms_norm(**a, **case.options, interpret=plgpu.InterpretGPUParams()))
+    got = interpreted({name: jnp.asarray(array) for name, array in case.arguments.items()})
+    for one, want in zip(got, oracle.add_rms_norm(**case.arguments, **case.options), strict=True):
+        assert worst_error(one, want) < 1e-6
+
+
+def test_declines_what_it_cannot_run():
+    supports = get_op(OP).implementations["mosaic_sm90"].supports
+    hopper = Target("gpu", "NVIDIA H200", "9.0")
+    supports(hopper, {"x": jax.ShapeDtypeStruct((5, 2560), jnp.bfloat16)})
+    with pytest.raises(UnsupportedArguments, match="takes up to 8192 columns in 128s, not 100"):
+        supports(hopper, {"x": jax.ShapeDtypeStruct((5, 100), jnp.bfloat16)})
+    with pytest.raises(UnsupportedArguments, match="takes up to 8192 columns in 128s, not 16384"):
+        supports(hopper, {"x": jax.ShapeDtypeStruct((5, 16384), jnp.bfloat16)})
+    with pytest.raises(UnsupportedArguments, match="needs an NVIDIA GPU"):
+        supports(Target("cpu", "cpu"), {"x": jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)})
