@@ -233,6 +233,43 @@ def all_ops() -> tuple[Op, ...]:
     return tuple(_OPS[name] for name in sorted(_OPS))
 
 
+def implementation_of(kernels: str, op: str) -> str:
+    """What a choice of kernels says about one op.
+
+    Args:
+        kernels: a name for every op, or ``op=name`` pairs with commas between them, other ops being "auto".
+        op: the op.
+    """
+    if "=" not in kernels:
+        return kernels
+    pairs = dict(part.split("=", 1) for part in kernels.split(","))
+    return pairs.get(op, AUTO)
+
+
+def check_choice(kernels: str) -> None:
+    """Refuse a choice of kernels (see :func:`implementation_of`) that names what is not there.
+
+    Raises:
+        UnknownImplementation: a part that is no ``op=name``, an unknown op, an op named twice, an unknown name; the
+            message says which.
+    """
+    asked: dict[str, str] = {}
+    if "=" in kernels:
+        for part in kernels.split(","):
+            op, equals, name = part.partition("=")
+            if not equals or op not in _OPS:
+                raise UnknownImplementation(f"{part!r} is not op=name; the ops are {', '.join(sorted(_OPS))}")
+            if op in asked:
+                raise UnknownImplementation(f"{op} is named twice")
+            asked[op] = name
+    else:
+        asked = dict.fromkeys(sorted(_OPS), kernels)
+    for op, name in asked.items():
+        if name != AUTO and name not in _OPS[op].implementations:
+            known = ", ".join((AUTO, *_OPS[op].implementations))
+            raise UnknownImplementation(f"{op} has no such implementation as {name!r} (it has {known})")
+
+
 def describe() -> str:
     """A line for each op: its implementations and which of them were chosen so far."""
     return "\n".join(op.describe() for op in all_ops())

@@ -270,7 +270,8 @@ class EngineConfig:
         decode_steps: decode steps per dispatch when nothing waits for prefill, 1 or 8.
         num_kv_pages: pages of 64 tokens that sequences can use; None takes what the memory plan allows.
         state_dtype: dtype of the recurrent state, "float32" (default) or "bfloat16".
-        kernels: kernel implementation for every op: "auto", "reference" or a registered name.
+        kernels: kernel implementation for every op: "auto", "reference", a registered name, or ``op=name`` pairs with
+            commas between them, the other ops being "auto".
         overlap_dispatch: read results one dispatch late (True) or at once (False, the oracle).
         async_chunks: most prefill chunks in flight in ``device`` overlap.
         seed: default seed of sampled requests.

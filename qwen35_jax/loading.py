@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import AUTO, all_ops
+from pallas_kernels import registry
 from qwen35_jax import runtime
 from qwen35_jax.cache import (
     MemoryPlan,
@@ -201,10 +201,10 @@ def build_engine(
 
 def _check_kernels(name: str) -> None:
     """An implementation that some op does not have is refused before anything is loaded."""
-    for op in all_ops():
-        if name != AUTO and name not in op.implementations:
-            known = ", ".join((AUTO, *op.implementations))
-            raise UserInputError(f"kernels={name!r}: {op.name} has no such implementation (it has {known})")
+    try:
+        registry.check_choice(name)
+    except registry.UnknownImplementation as error:
+        raise UserInputError(f"kernels={name!r}: {error}") from error
 
 
 def _plan(

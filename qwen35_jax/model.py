@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import add_rms_norm
+from pallas_kernels.registry import implementation_of
 from qwen35_jax.cache import Cache
 from qwen35_jax.config import LayerKind, ModelConfig
 from qwen35_jax.errors import UserInputError
@@ -113,7 +114,7 @@ def add_norm(
     """``x + delta`` (x alone without a delta) and its RMS norm."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
-    return add_rms_norm(x, delta, weight, eps=eps, implementation=kernels)
+    return add_rms_norm(x, delta, weight, eps=eps, implementation=implementation_of(kernels, "add_rms_norm"))
 
 
 class Qwen35(nnx.Module):
@@ -141,7 +142,7 @@ class Qwen35(nnx.Module):
             config: the model's numbers; ``layer_types`` decides the kind of every layer.
             rngs: source of random weights; None makes matrices of zeros, to be filled (under ``nnx.eval_shape``
                 nothing is allocated at all).
-            kernels: implementation name for every kernel: "auto", "reference" or a registered one.
+            kernels: implementation of every kernel: "auto", "reference", a registered name, or ``op=name`` pairs.
             param_dtype: dtype of matrices and activations; None takes ``config.dtype``.
 
         Raises:

@@ -33,7 +33,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "decode_steps": "Output tokens a dispatch while no prompt waits: 1 or 8.",
     "num_kv_pages": "Pages of 64 tokens in the KV cache; the default is what the memory allows.",
     "state_dtype": "Recurrent state: float32, or bfloat16 (half the memory, less exact).",
-    "kernels": "Implementation of every kernel: auto, reference or a name.",
+    "kernels": "Implementation of every kernel: auto, reference, a name, or op=name pairs with commas.",
     "overlap_dispatch": "Read results one dispatch late, so that the device does not wait for the host.",
     "async_chunks": "Most prompt chunks in flight with --decode_overlap=device.",
     "seed": "Seed of rows that bring none; random bits derive from it and from the row's custom_id.",

@@ -7,6 +7,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import kv_write, paged_decode_attention, paged_prefill_attention
+from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
@@ -72,7 +73,7 @@ class GatedAttention(nnx.Module):
             rotary_dim=config.rotary_dim,
             rope_theta=config.rope_theta,
             eps=self.eps,
-            implementation=self.kernels,
+            implementation=implementation_of(self.kernels, "kv_write"),
         )
 
         (q_prefill, q_decode), (gate_prefill, gate_decode) = batch.split(q), batch.split(gate)
@@ -87,7 +88,7 @@ class GatedAttention(nnx.Module):
                     batch.prefill.page_table,
                     batch.prefill.cu_seqlens,
                     batch.prefill.kv_lens,
-                    implementation=self.kernels,
+                    implementation=implementation_of(self.kernels, "paged_prefill_attention"),
                 )
             )
         if batch.decode is not None:
@@ -99,7 +100,7 @@ class GatedAttention(nnx.Module):
                     layer,
                     batch.decode.page_table,
                     batch.decode.kv_lens,
-                    implementation=self.kernels,
+                    implementation=implementation_of(self.kernels, "paged_decode_attention"),
                 )
             )
         return linear(batch.join(mixed).reshape(tokens, q_dim), self.o_proj[...], "o_proj"), kv_pool

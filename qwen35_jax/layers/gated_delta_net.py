@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import causal_conv, gdn_decode, gdn_prefill
+from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
@@ -62,7 +63,9 @@ class GatedDeltaNet(nnx.Module):
         gdn = self.config
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
         layer = self.pool_layer
-        heads = {"num_k_heads": gdn.num_k_heads, "head_k_dim": gdn.head_k_dim, "implementation": self.kernels}
+        heads = {"num_k_heads": gdn.num_k_heads, "head_k_dim": gdn.head_k_dim}
+        ops = ("causal_conv", "gdn_prefill", "gdn_decode")
+        chosen = {op: {"implementation": implementation_of(self.kernels, op)} for op in ops}
 
         projected = linear(x, self.in_proj[...], "in_proj")  # [M, Cc + Hv*Dv + 2*Hv]
         prefill_part, decode_part = batch.split(projected)
@@ -73,10 +76,11 @@ class GatedDeltaNet(nnx.Module):
             _, z, b, a = jnp.split(prefill_part, bounds, axis=-1)  # [T, Cc], [T, Hv*Dv], [T, Hv], [T, Hv]
             sequences = (batch.prefill.slot_ids, batch.prefill.has_state, batch.prefill.cu_seqlens)
             qkv, conv_pool = causal_conv(
-                prefill_part, self.conv_weight[...], conv_pool, layer, *sequences, implementation=self.kernels
+                prefill_part, self.conv_weight[...], conv_pool, layer, *sequences, **chosen["causal_conv"]
             )
+            gates = (b, a, self.A_log[...], self.dt_bias[...])
             o, state_pool = gdn_prefill(
-                qkv, b, a, self.A_log[...], self.dt_bias[...], state_pool, layer, *sequences, **heads
+                qkv, *gates, state_pool, layer, *sequences, **heads, **chosen["gdn_prefill"]
             )  # [T, Hv, Dv]
             y = gated_rms_norm(o, z.reshape(o.shape), self.norm[...], self.eps)
             mixed.append(y.reshape(z.shape))
@@ -93,6 +97,7 @@ class GatedDeltaNet(nnx.Module):
                 batch.decode.slot_ids,
                 eps=self.eps,
                 **heads,
+                **chosen["gdn_decode"],
             )  # [B, Hv*Dv]
             mixed.append(y)
         return linear(batch.join(mixed), self.out_proj[...], "out_proj"), conv_pool, state_pool

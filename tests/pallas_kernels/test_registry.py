@@ -148,3 +148,29 @@ def test_public_ops_choose_through_the_registry():
         jax.eval_shape(lambda a, i=implementation: pallas_kernels.causal_conv(**a, implementation=i), case.arguments)
     asked = [asked for asked, _, _ in registry.get_op("causal_conv").choices]
     assert "auto" in asked and "reference" in asked
+
+
+def test_a_choice_of_kernels_is_a_name_or_pairs():
+    assert registry.implementation_of("auto", "kv_write") == "auto"
+    assert registry.implementation_of("reference", "kv_write") == "reference"
+    pairs = "kv_write=reference,gdn_decode=mosaic_sm90"
+    registry.check_choice(pairs)
+    found = [registry.implementation_of(pairs, op) for op in ("kv_write", "gdn_decode", "gdn_prefill")]
+    assert found == ["reference", "mosaic_sm90", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        ("mosaic_sm1", r"add_rms_norm has no such implementation as 'mosaic_sm1' \(it has auto, reference"),
+        ("triton", "add_rms_norm has no such implementation as 'triton'"),
+        ("kv_write=reference,gdn_decode", "'gdn_decode' is not op=name; the ops are add_rms_norm, "),
+        ("kv_wirte=reference", "'kv_wirte=reference' is not op=name"),
+        ("kv_write=mosaic", r"kv_write has no such implementation as 'mosaic' \(it has auto, .*reference\)"),
+        ("kv_write=auto,kv_write=reference", "kv_write is named twice"),
+        ("kv_write=", "kv_write has no such implementation as ''"),
+    ],
+)
+def test_a_wrong_choice_is_refused_by_name(kernels, words):
+    with pytest.raises(UnknownImplementation, match=words):
+        registry.check_choice(kernels)

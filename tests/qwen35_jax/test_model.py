@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels.registry import UnknownImplementation, all_ops
 from qwen35_jax.cache import Cache
 from qwen35_jax.config import AttentionConfig, GatedDeltaNetConfig, ModelConfig
 from qwen35_jax.model import DecodeInputs, ForwardOutput, PrefillInputs, Qwen35
@@ -423,8 +424,8 @@ def abstract_inputs(tokens: int = TOKENS, requests: int = REQUESTS, rows: int = 
     return jax.eval_shape(lambda: (prefill_inputs([], tokens, requests), decode_inputs([], rows)))
 
 
-def forward_with(config: ModelConfig):
-    pack = ParamPack(config)
+def forward_with(config: ModelConfig, kernels: str = "auto"):
+    pack = ParamPack(config, kernels=kernels)
 
     def step(params, prefill, decode, cache):
         model = pack.unpack(params)
@@ -467,9 +468,19 @@ def test_layers_share_one_trace_of_every_kernel():
             shapes = tuple(str(aval) for aval in eqn.params["jaxpr"].in_avals)
             traces.setdefault(str(shapes), []).append(id(eqn.params["jaxpr"]))
     calls = sorted((len(ids), len(set(ids))) for ids in traces.values())
-    # Three GDN layers call causal_conv, gdn_prefill and gdn_decode; one attention layer calls its three ops; each of the
-    # four has two norms, of which the very first adds nothing.
+    # Three GDN layers call causal_conv, gdn_prefill and gdn_decode; one attention layer calls its three ops; each of
+    # the four has two norms, of which the very first adds nothing.
     assert calls == [(1, 1)] * 3 + [(3, 1)] * 3 + [(7, 1)]
+
+
+@pytest.mark.parametrize("op", [op.name for op in all_ops()])
+def test_each_op_can_be_chosen_alone(op):
+    """A choice for one op reaches that op: a name that it does not have is refused where it is called."""
+    prefill, decode = abstract_inputs()
+    config = model_config("0.8b-tied")
+    step, params = forward_with(config, kernels=f"{op}=nonsense")
+    with pytest.raises(UnknownImplementation, match=f"{op}: unknown implementation 'nonsense'"):
+        jax.eval_shape(step, params, prefill, decode, cache_specs(config))
 
 
 def test_profile_scopes_name_the_parts():
