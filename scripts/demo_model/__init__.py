@@ -1,0 +1,1 @@
+"""The demo model: its tasks and data, its training, its export."""
