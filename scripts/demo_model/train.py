@@ -78,7 +78,7 @@ def make_trainer(config: ModelConfig, settings: Settings, num_tasks: int) -> Tra
 
     def init(seed: int) -> State:
         # On a named device, as a restored state is: else the first leg and the others would compile the step twice.
-        return jax.device_put(with_optimiser(architecture.initial_params(master, seed)), jax.devices()[0])
+        return jax.jit(with_optimiser)(jax.device_put(architecture.initial_params(master, seed), jax.devices()[0]))
 
     @jax.jit
     def gradients(params: Params, batch: HostBatch) -> tuple[tuple[jax.Array, Losses], Params]:
