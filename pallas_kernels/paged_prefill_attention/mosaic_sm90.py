@@ -1,17 +1,19 @@
 """``paged_prefill_attention`` on Hopper, Pallas Mosaic GPU: warp-specialised, pages by the copy engine, wgmma.
 
-A block owns 64 tokens of one request and two query heads of one key/value head. Two warpgroups compute, one head each;
-a third brings the pages of the request, keys and values two stages deep, and both heads use each page: a pair of heads
-rather than a pair of token tiles, so that the two see the same pages and ragged ends waste at most 64 rows. While one
-warpgroup runs its softmax the other has the tensor cores (they take turns at a barrier). Pages that every query of the
-tile sees whole need no mask; the one or two at the diagonal run in a second loop.
+A block takes tiles of 64 tokens of one request and two query heads of one key/value head, the next when it is done with
+the last. Two warpgroups compute, a head each; a third brings queries, pages and gates, two stages deep and ahead of
+them across tiles. Both heads use each page that it brings: a pair of heads rather than a pair of token tiles, so that
+the two see the same pages and ragged ends waste at most 64 rows. Each warpgroup computes the softmax of a page while
+the tensor cores multiply the weights of the page before with its values (or the two warpgroups take turns, see
+:class:`Tuning`). Pages that every query of the tile sees whole need no mask; the one or two at the diagonal run in a
+second loop.
 
-The copy engine moves matrices of 8-row blocks, so tiles begin at multiples of 8 tokens of the *pack*: the first tile of
-a request may begin with up to 7 tokens of the request before it, which are computed (each row is its own affair) and
-not stored. Whole tiles leave by the copy engine, ragged ones row by row.
+The copy engine moves blocks of 8 rows, so tiles begin at multiples of 8 tokens of the *pack*: the first tile of a
+request may begin with up to 7 tokens of the request before it, which are computed (each row is its own affair) and not
+stored. Whole tiles leave by the copy engine, ragged ones row by row.
 
-The design follows published ones: FlashAttention-3 (warpgroups that take turns, weights in registers as the left
-operand) and its rendering in JAX's own ``pallas.ops.gpu.attention_mgpu``.
+The design follows published ones: FlashAttention-3 (specialised warpgroups, weights in registers as the left operand,
+softmax beside products) and its rendering in JAX's own ``pallas.ops.gpu.attention_mgpu``. See NOTES.md beside this.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu_support import require, require_nvidia
+from pallas_kernels.paged_prefill_attention.mosaic_products import DIM, Emulated, Products
+from pallas_kernels.paged_prefill_attention.mosaic_work import ALIGNMENT, PAGE, TILE, Work, work_list
 
-TILE = 64  # tokens of a tile: the rows of one wgmma
-PAGE = 64
-DIM = 256
-ALIGNMENT = 8  # rows that the copy engine cannot split
 STAGES = 2
 EXACT_PAGES = 2  # tiles that see no more pages carry their weights in full
 HEADS = 2  # query heads of a block, a warpgroup each
+
+SCHEDULES = ("overlap", "turns", "free")
 
 _LOG2_E = math.log2(math.e)
 _MATRIX = plgpu.Layout.WGMMA
@@ -55,64 +57,9 @@ class Tuning:
     blocks: int = 132
     schedule: str = "overlap"
 
-
-class Work(NamedTuple):
-    """Tiles, the longest first: i32[M] each. Dead entries have no rows and no pages.
-
-    Attributes:
-        request: request of the tile (R - 1 for pads).
-        start: first packed token of the window of 64, a multiple of 8.
-        first: first row of the window that belongs to the tile.
-        end: row behind the last one of the tile.
-        position: position of row 0; rows before ``first`` may have positions that do not exist.
-        pages: pages that some row of the tile sees; 0 for pads, which become zeros.
-        whole: pages that every row of the tile sees whole, the first ones.
-    """
-
-    request: jax.Array
-    start: jax.Array
-    first: jax.Array
-    end: jax.Array
-    position: jax.Array
-    pages: jax.Array
-    whole: jax.Array
-
-
-def work_list(cu_seqlens: jax.Array, kv_lens: jax.Array, num_tokens: int) -> tuple[Work, jax.Array]:
-    """Tiles of a pack and of the pads behind it, and how many of them are live.
-
-    Args:
-        cu_seqlens: i32[R + 1], non-decreasing.
-        kv_lens: i32[R].
-        num_tokens: T.
-    """
-    num_requests = kv_lens.shape[0]
-    ends = jnp.append(cu_seqlens, jnp.int32(num_tokens))  # the pads: request R, without keys
-    begins, ends = ends[:-1], ends[1:]
-    totals = jnp.append(kv_lens, jnp.int32(0))
-    bases = begins // ALIGNMENT * ALIGNMENT
-    counts = jnp.where(ends > begins, (ends - bases + TILE - 1) // TILE, 0)
-    entries = jnp.arange(num_requests + 1)
-    sums = jnp.sum(jnp.where(entries <= entries[:, None], counts, 0), axis=1, dtype=jnp.int32)
-    # A request of n tokens that starts s past a multiple of 8 has at most (n + s) / 64 + 1 tiles.
-    most = (num_tokens + (ALIGNMENT - 1) * (num_requests + 1)) // TILE + num_requests + 1
-    index = jnp.arange(most, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.sum(sums <= index[:, None], axis=1, dtype=jnp.int32), num_requests)
-    live = index < sums[-1]
-    start = bases[owner] + TILE * (index - (sums[owner] - counts[owner]))
-    first = jnp.maximum(begins[owner] - start, 0)
-    end = jnp.where(live, jnp.minimum(ends[owner] - start, TILE), first)
-    position = totals[owner] - ends[owner] + start
-    pages = jnp.where(live & (owner < num_requests), (position + end + PAGE - 1) // PAGE, 0)
-    whole = jnp.where(pages > 0, jnp.minimum((position + first + 1) // PAGE, pages), 0)
-    tiles = Work(jnp.minimum(owner, num_requests - 1), start, first, end, position, pages, whole)
-    # Longest first: long blocks leave short ones to fill the gaps at the end. Ranks by comparison of all pairs: small
-    # arrays, and a sort is several kernels.
-    keys = 2 * pages + live
-    before = (keys > keys[:, None]) | ((keys == keys[:, None]) & (index < index[:, None]))
-    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
-    ordered = (jnp.sum(jnp.where(rank == index[:, None], field, 0), axis=1, dtype=jnp.int32) for field in tiles)
-    return Work(*ordered), sums[-1]
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r}: known are {', '.join(SCHEDULES)}")
 
 
 def supports(target, arguments) -> None:
@@ -163,6 +110,11 @@ def paged_prefill_attention(
     scalars = jnp.stack([count * pairs, layer * num_pages])
     [out] = kernel(q, gate, matrices, jnp.stack(work), scalars, page_table, kv_lens)
     return out[:num_tokens] if padding else out
+
+
+def in_turns(*args, **kwargs) -> jax.Array:
+    """The same with ``Tuning(schedule="turns")``."""
+    return paged_prefill_attention(*args, **kwargs, tuning=Tuning(schedule="turns"))
 
 
 def _kernel(
@@ -338,7 +290,7 @@ def _drain(memory, used):
 def _compute(out_ref, memory, work, head, warpgroup, used, schedule, emulate):
     """One of the first two warpgroups: a head of the tile."""
     dtype = out_ref.dtype
-    products = _Emulated() if emulate else _Products()
+    products = Emulated() if emulate else Products()
     queries = memory.queries.at[warpgroup]
     turns = schedule == "turns"
 
@@ -486,62 +438,3 @@ def _compute(out_ref, memory, work, head, warpgroup, used, schedule, emulate):
         plgpu.commit_smem()  # the copy engine writes there next
 
     give_back(warpgroup, work.pages)
-
-
-class _Products:
-    """The products of a page on the tensor cores."""
-
-    def scores(self, queries_ref, keys_ref, while_running):
-        """f32[64, 64], unscaled."""
-
-        def run(scores_ref):
-            plgpu.wgmma(scores_ref, queries_ref, keys_ref.transpose((1, 0)))
-            while_running()
-            return scores_ref[...]
-
-        return pl.run_scoped(run, plgpu.ACC((TILE, PAGE), jnp.float32))
-
-    def add(self, total, halves, values_ref, while_running):
-        """Total plus weights times values; the weights are the sum of their halves."""
-
-        def run(total_ref):
-            for half in halves:
-                plgpu.wgmma(total_ref, half, values_ref)
-            while_running()
-
-        return pl.run_state(run)(plgpu.ACC.init(total))
-
-    def both(self, queries_ref, keys_ref, total, weights, values_ref, before_values, after_scores):
-        """Scores, and total plus weights times values; ``after_scores(scores)`` runs beside the latter."""
-
-        def run(total_ref, scores_ref):
-            total_ref[...] = total
-            plgpu.wgmma(scores_ref, queries_ref, keys_ref.transpose((1, 0)))
-            before_values()
-            plgpu.wgmma(total_ref, weights, values_ref)
-            results = after_scores(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-            # Two barriers for the compiler. The results are computed before the wait, not behind it; and the weights
-            # are used behind it: else their registers would be taken while the product still reads them.
-            results = lax.optimization_barrier(results)
-            new_total = total_ref[...]
-            lax.optimization_barrier(weights)
-            return new_total, results
-
-        return pl.run_scoped(run, plgpu.ACC((TILE, DIM), jnp.float32), plgpu.ACC((TILE, PAGE), jnp.float32))
-
-
-class _Emulated:
-    """The same for the interpreter, which has no accumulators that start from a value."""
-
-    def scores(self, queries_ref, keys_ref, while_running):
-        while_running()
-        return jnp.dot(queries_ref[...], keys_ref[...].T, preferred_element_type=jnp.float32)
-
-    def add(self, total, halves, values_ref, while_running):
-        while_running()
-        values = values_ref[...]
-        return total + sum(jnp.dot(half, values, preferred_element_type=jnp.float32) for half in halves)
-
-    def both(self, queries_ref, keys_ref, total, weights, values_ref, before_values, after_scores):
-        results = after_scores(self.scores(queries_ref, keys_ref, before_values))
-        return self.add(total, [weights], values_ref, lambda: None), results

@@ -79,6 +79,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("paged_prefill_attention", "triton_chained"): Tolerance(exact=3e-5, roundoffs=4),
     # Weights are rounded to the activation dtype, except for queries of at most 128 keys (16-bit activations only).
     ("paged_prefill_attention", "mosaic_sm90"): Tolerance(exact=3e-5, roundoffs=4),
+    ("paged_prefill_attention", "mosaic_sm90_turns"): Tolerance(exact=3e-5, roundoffs=4),
     ("paged_decode_attention", "triton"): Tolerance(exact=1e-5, roundoffs=2),
 }
 
