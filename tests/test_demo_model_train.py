@@ -227,26 +227,16 @@ def test_segments_do_not_see_each_other(rig):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def small_batch(config: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
-    source = sources.RandomBatches(None, seed, 2, 40, vocab_size=config.vocab_size)
-    return {name: jnp.asarray(value) for name, value in source.batch(0).items()}
-
-
-def test_loss_counts_what_it_should():
+def test_loss_counts_what_it_should(rig):
     """Against sums by hand over the logits: weights, segment starts, tasks, z-loss; blocks of tokens change nothing."""
-    config = tiny_config(layer_types=layer_pattern(4)[2:])
-    pack = architecture.training_pack(config)
-    params, batch = lively_params(pack), small_batch(config)
-    batch["weights"] = jnp.where(batch["tasks"] == 0, 1.0, 0.25)
-    model = pack.unpack(tuple(jnp.asarray(params[leaf.name]) for leaf in pack.leaves))
-    hidden = jax.jit(lambda tokens, segments: forward.hidden_states(model, tokens, segments))(
-        batch["tokens"], batch["segments"]
-    )
-    logits = np.asarray(model.logits(hidden.reshape(-1, hidden.shape[-1]))).reshape(*batch["tokens"].shape, -1)
+    config, pack, params, *_, compute = rig
+    batch = sources.RandomBatches(None, 0, 2, 130, vocab_size=config.vocab_size).batch(0)
+    batch = {**batch, "weights": np.where(batch["tasks"] == 0, 1.0, 0.25).astype(np.float32)}
+    logits = np.asarray(compute(params, batch["tokens"], batch["segments"]))
     log_sum = np.log(np.exp(logits.astype(np.float64)).sum(-1))
 
     nll, weight, correct, counted, squares = np.zeros(2), np.zeros(2), np.zeros(2), np.zeros(2), 0.0
-    tokens, segments, tasks, weights = (np.asarray(batch[name]) for name in ("tokens", "segments", "tasks", "weights"))
+    tokens, segments, tasks, weights = (batch[name] for name in ("tokens", "segments", "tasks", "weights"))
     for row in range(tokens.shape[0]):
         for t in range(1, tokens.shape[1]):
             if segments[row, t] == segments[row, t - 1]:
@@ -393,7 +383,7 @@ def test_bfloat16_stays_near_float32():
     np.testing.assert_allclose(near, exact, rtol=2e-3)
 
 
-def test_a_leg_goes_on_only_with_its_own_settings(whole_run: pathlib.Path):
+def test_a_leg_goes_on_only_with_its_own_settings(whole_run: pathlib.Path, demo_checkpoint: pathlib.Path):
     with pytest.raises(UserInputError, match="--learning_rate=0.5 was 0.01 in step_00000004; --allow_changes"):
         leg(whole_run, learning_rate=0.5)
     said = []
@@ -402,6 +392,8 @@ def test_a_leg_goes_on_only_with_its_own_settings(whole_run: pathlib.Path):
     other = dataclasses.replace(trial_config(), vocab_size=128)
     with pytest.raises(UserInputError, match="is of another model"):
         Leg(other, trial_trainer, TRIAL, whole_run)
+    with pytest.raises(UserInputError, match="was trained with another tokenizer"):
+        leg(whole_run, arguments={"source_arguments": {"vocab_size": 64, "tokenizer_dir": demo_checkpoint}})
 
 
 def test_a_leg_stops_in_time_and_keeps_what_it_has(tmp_path: pathlib.Path):

@@ -195,7 +195,9 @@ def _causal_conv(x: jax.Array, weight: jax.Array, reach: jax.Array) -> jax.Array
     for back in range(TAPS - 1, -1, -1):
         tap = jnp.where(reach[back - 1][..., None], _shifted(x, back), 0) if back else x
         total += tap.astype(jnp.float32) * weight[TAPS - 1 - back].astype(jnp.float32)
-    return silu(round_to(total, x.dtype)).astype(x.dtype)
+    # The barrier, which holds for the derivative too: it would else be worked out again for every tap and its weights.
+    total = lax.optimization_barrier(round_to(total, x.dtype).astype(x.dtype))
+    return silu(total.astype(jnp.float32)).astype(x.dtype)
 
 
 def _shifted(x: jax.Array, by: int, fill: int = 0) -> jax.Array:
@@ -235,10 +237,11 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Ar
     """Queries ``start .. end - 1`` of every row over the keys before ``end``: float32 ``[B, Q, K, G, H]``."""
     causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)
     seen = causal & (segments[:, start:end, None] == segments[:, None, :end])  # [B, Q, S]
-    scores = _product("bqkgh,bskh->bkgqs", query[:, start:end], key[:, :end])
+    # In the order in which the product leaves them: another one would cost a transposed copy of all scores.
+    scores = _product("bqkgh,bskh->bkqgs", query[:, start:end], key[:, :end])
     # A finite floor: every query sees itself, so masked weights are exactly zero all the same.
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
-    return _product("bkgqs,bskh->bqkgh", weights.astype(query.dtype), value[:, :end])
+    weights = jax.nn.softmax(jnp.where(seen[:, None, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    return _product("bkqgs,bskh->bqkgh", weights.astype(query.dtype), value[:, :end])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

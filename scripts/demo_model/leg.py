@@ -130,6 +130,10 @@ class Leg:
             raise UserInputError(f"{checkpoint} is of another model: {provenance['model_config']}")
         if list(self.task_names) != provenance["task_names"]:
             self.say(f"warning: the tasks were {provenance['task_names']}, now {list(self.task_names)}")
+        if provenance["tokenizer_sha256"] != self._tokenizer_digest():
+            raise UserInputError(
+                f"{checkpoint} was trained with another tokenizer than {self._source['tokenizer_dir']}"
+            )
         before = provenance["settings"]
         for name in FIXED:
             now = getattr(self.settings, name)
@@ -255,6 +259,10 @@ class Leg:
         shares = ", ".join(f"{name} {_percent(share)}" for name, share in record["accuracy_by_task"].items())
         self.say(f"step {self.step}: held out: loss {record['nll']}, answers {shares}")
 
+    def _tokenizer_digest(self) -> str | None:
+        directory = self._source["tokenizer_dir"]
+        return None if directory is None else checkpointing.file_digest(pathlib.Path(directory) / TOKENIZER_FILE)
+
     def _memory(self) -> str:
         stats = self.device.memory_stats() or {}
         peak = stats.get("peak_bytes_in_use")
@@ -273,13 +281,12 @@ class Leg:
                 "commit": current_commit(),
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             }
-            directory = self._source["tokenizer_dir"]
             provenance = {
                 "step": self.step,
                 "model_config": self.config.to_dict(),
                 "settings": dataclasses.asdict(self.settings),
                 "task_names": list(self.task_names),
-                "tokenizer_sha256": directory and checkpointing.file_digest(directory / TOKENIZER_FILE),
+                "tokenizer_sha256": self._tokenizer_digest(),
                 "legs": [*self.legs, leg],
             }
             checkpointing.save(self.run_dir, self.step, self.state, provenance)
