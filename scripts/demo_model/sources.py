@@ -21,6 +21,7 @@ import concurrent.futures
 import importlib
 import multiprocessing
 import pathlib
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -102,6 +103,7 @@ _of_worker: BatchSource | None = None
 
 def _start_worker(kind: str, arguments: dict[str, Any]) -> None:
     global _of_worker  # a worker process serves one source
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the leg, which still needs the batches under way
     _of_worker = open_source(kind, **arguments)
 
 
