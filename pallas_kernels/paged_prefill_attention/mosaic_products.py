@@ -37,15 +37,17 @@ class Products:
 
     def both(self, queries_ref, keys_ref, total, weights, values_ref, before_values, after_scores):
         """Scores, and total plus weights times values; ``after_scores(scores)`` runs beside the latter."""
+        # Three barriers for the compiler. The product with the values reads its weights from registers until the wait:
+        # they are copied before anything runs, and what was copied is used behind the wait, so that the new weights
+        # get registers of their own (else ptxas serialises the products). And the results are computed before the wait.
+        operand = lax.optimization_barrier(weights)
 
         def run(total_ref, scores_ref):
             total_ref[...] = total
             plgpu.wgmma(scores_ref, queries_ref, keys_ref.transpose((1, 0)))
             before_values()
-            plgpu.wgmma(total_ref, weights, values_ref)
+            plgpu.wgmma(total_ref, operand, values_ref)
             results = after_scores(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-            # Two barriers for the compiler. The results are computed before the wait, not behind it; and the weights
-            # are used behind it: else their registers would be taken while the product still reads them.
             results = lax.optimization_barrier(results)
             new_total = total_ref[...]
             lax.optimization_barrier(weights)

@@ -52,14 +52,21 @@ class Tuning:
         blocks: blocks of the grid; each takes its share of the work. More than the GPU has multiprocessors wait.
         schedule: "turns": the two warpgroups of a block take turns at the tensor cores; "overlap": each computes the
             softmax of a page beside its own product with the values of the page before; "free": neither.
+        cluster: blocks that take the same tile for neighbouring pairs of heads of one key/value head, each bringing a
+            part of every page for all. One where the pairs do not divide.
     """
 
     blocks: int = 132
     schedule: str = "overlap"
+    cluster: int = 1
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r}: known are {', '.join(SCHEDULES)}")
+        if self.cluster > 1 and self.schedule == "overlap":
+            raise ValueError(
+                f"cluster {self.cluster} with schedule 'overlap': the compiler would serialise its products"
+            )
 
 
 def supports(target, arguments) -> None:
@@ -88,26 +95,35 @@ def paged_prefill_attention(
     if padding:
         q, gate = (jnp.pad(array, ((0, padding), (0, 0), (0, 0))) for array in (q, gate))
     pairs = num_heads // HEADS
-    blocks = min(tuning.blocks, work.start.shape[0] * pairs)
+    cluster = tuning.cluster if (pairs // num_kv_heads) % tuning.cluster == 0 else 1
+    clusters = min(tuning.blocks, work.start.shape[0] * pairs) // cluster
     body = functools.partial(
         _kernel,
         pairs=pairs,
         num_kv_heads=num_kv_heads,
-        num_blocks=blocks,
+        num_clusters=clusters,
+        cluster=cluster,
         schedule=tuning.schedule,
         emulate=bool(interpret),
     )
     kernel = pl.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        mesh=plgpu.Mesh(grid=(blocks,), grid_names=("block",), num_threads=HEADS + 1, thread_name="warpgroup"),
+        mesh=plgpu.Mesh(
+            grid=(clusters,),
+            grid_names=("cluster",),
+            cluster=(cluster,),
+            cluster_names=("block",),
+            num_threads=HEADS + 1,
+            thread_name="warpgroup",
+        ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
         interpret=interpret,
         name="paged_prefill_attention",
     )
     # A matrix of keys or values is 64 x 256 in one piece: the copy engine addresses (matrix, row, column).
     matrices = kv_pool.reshape(-1, PAGE, DIM)
-    scalars = jnp.stack([count * pairs, layer * num_pages])
+    scalars = jnp.stack([count * (pairs // cluster), layer * num_pages])
     [out] = kernel(q, gate, matrices, jnp.stack(work), scalars, page_table, kv_lens)
     return out[:num_tokens] if padding else out
 
@@ -129,7 +145,8 @@ def _kernel(
     *,
     pairs: int,
     num_kv_heads: int,
-    num_blocks: int,
+    num_clusters: int,
+    cluster: int,
     schedule: str,
     emulate: bool,
 ):
@@ -137,18 +154,20 @@ def _kernel(
     swizzled = (plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128))
 
     def body(queries, matrices, *barriers):
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        warpgroup, own_cluster = lax.axis_index("warpgroup"), lax.axis_index("cluster")
+        block = lax.axis_index("block") if cluster > 1 else 0
         memory = _Memory(queries, *matrices, *barriers)
         items = scalars_ref[0]
-        rounds = lax.div(items + (num_blocks - 1), jnp.int32(num_blocks))
+        rounds = lax.div(items + (num_clusters - 1), jnp.int32(num_clusters))
 
         def every_tile(of_tile):
-            """Items are dealt there and back, so that no block gets the longest of every round."""
+            """Items are dealt there and back, so that nobody gets the longest of every round."""
 
             def one_round(number, used):
-                place = jnp.where(lax.rem(number, jnp.int32(2)) == 0, block, num_blocks - 1 - block)
-                item = number * num_blocks + place
-                tile, pair = lax.div(item, jnp.int32(pairs)), lax.rem(item, jnp.int32(pairs))
+                place = jnp.where(lax.rem(number, jnp.int32(2)) == 0, own_cluster, num_clusters - 1 - own_cluster)
+                item = number * num_clusters + place
+                parts = jnp.int32(pairs // cluster)
+                tile, pair = lax.div(item, parts), lax.rem(item, parts) * cluster + block
                 live = item < items
                 tile = jnp.where(live, tile, 0)
                 work = Work(*(work_ref[field, tile] for field in range(len(Work._fields))))
@@ -167,7 +186,7 @@ def _kernel(
 
             def of_tile(work, pair, used):
                 head = pair * HEADS + warpgroup
-                _compute(out_ref, memory, work, head, warpgroup, used, schedule, emulate)
+                _compute(out_ref, memory, work, head, warpgroup, used, schedule, shared, emulate)
 
             every_tile(of_tile)
 
@@ -183,11 +202,13 @@ def _kernel(
                     return page * (2 * num_kv_heads) + kv_head
 
                 kv_len = kv_lens_ref[work.request]
-                _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matrix, num_kv_heads)
+                _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matrix, num_kv_heads, shared)
 
             _drain(memory, every_tile(of_tile))
 
+    shared = "block" if cluster > 1 else None
     matrices = (2, STAGES, TILE, DIM)
+    free = {"num_arrivals": HEADS, "num_barriers": 2 * STAGES}
     pl.run_scoped(
         body,
         plgpu.SMEM((HEADS, TILE, DIM), dtype, transforms=swizzled),
@@ -195,7 +216,7 @@ def _kernel(
         plgpu.Barrier(num_barriers=HEADS),
         plgpu.Barrier(num_barriers=HEADS),
         plgpu.Barrier(num_barriers=2 * STAGES),
-        plgpu.Barrier(num_arrivals=HEADS, num_barriers=2 * STAGES),
+        plgpu.ClusterBarrier(collective_axes=(shared,), **free) if shared else plgpu.Barrier(**free),
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=HEADS),
         collective_axes="warpgroup",
@@ -206,9 +227,7 @@ class _Memory(NamedTuple):
     """Shared memory and barriers of a block."""
 
     queries: Any  # [2, 64, 256], of each head
-    matrices: (
-        Any  # [2, STAGES, 64, 256]: keys, values; after the last page of a tile the gates of each head, its output
-    )
+    matrices: Any  # [2, STAGES, 64, 256]: keys, values; behind the last page the gates of each head, then its output
     plain: Any  # the same memory without swizzle
     queries_full: Any  # a barrier a head
     queries_free: Any
@@ -226,7 +245,7 @@ def _barrier(kind, stage):
     return kind * STAGES + stage
 
 
-def _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matrix, num_kv_heads):
+def _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matrix, num_kv_heads, shared):
     """The third warpgroup: queries of both heads, keys and values of every page of the tile, then the gates."""
     window = pl.ds(work.start, TILE)
     for head in range(HEADS):
@@ -238,30 +257,30 @@ def _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matr
         barrier = memory.free.at[_barrier(kind, lax.rem(number, jnp.int32(STAGES)))]
         pl.when(number >= STAGES)(functools.partial(plgpu.barrier_wait, barrier))
 
-    def fetch(kind, number, source, barrier=None):
+    def fetch(kind, number, source, *, barrier=None, shared=None):
         stage = lax.rem(number, jnp.int32(STAGES))
         barrier = memory.full.at[_barrier(kind, stage)] if barrier is None else barrier
-        plgpu.copy_gmem_to_smem(source, memory.matrices.at[kind, stage], barrier)
+        plgpu.copy_gmem_to_smem(source, memory.matrices.at[kind, stage], barrier, collective_axes=shared)
 
     @pl.loop(0, work.pages)
     def _(step):
         number = used + step
         source = matrix(step)
         wait_until_free(KEYS, number)
-        fetch(KEYS, number, matrices_ref.at[source])
+        fetch(KEYS, number, matrices_ref.at[source], shared=shared)
         source = matrices_ref.at[source + num_kv_heads]
         written = kv_len - step * PAGE  # rows of the page that hold tokens
         wait_until_free(VALUES, number)
 
         @pl.when(written >= PAGE)
         def _():
-            fetch(VALUES, number, source)
+            fetch(VALUES, number, source, shared=shared)
 
         # Behind the end of the request a page may hold NaN, and a weight of 0 times NaN is NaN: those values become
         # zeros before anyone sees them. Keys need nothing: their scores are replaced.
         @pl.when(written < PAGE)
         def _():
-            fetch(VALUES, number, source, memory.tail)
+            fetch(VALUES, number, source, barrier=memory.tail, shared=shared)
             plgpu.barrier_wait(memory.tail)
             stage = lax.rem(number, jnp.int32(STAGES))
             row = plgpu.broadcasted_iota(jnp.int32, (PAGE, 64), 0, layout=_MATRIX)
@@ -287,7 +306,7 @@ def _drain(memory, used):
             pl.when(used >= behind)(functools.partial(plgpu.barrier_wait, barrier))
 
 
-def _compute(out_ref, memory, work, head, warpgroup, used, schedule, emulate):
+def _compute(out_ref, memory, work, head, warpgroup, used, schedule, shared, emulate):
     """One of the first two warpgroups: a head of the tile."""
     dtype = out_ref.dtype
     products = Emulated() if emulate else Products()
@@ -413,7 +432,8 @@ def _compute(out_ref, memory, work, head, warpgroup, used, schedule, emulate):
     # output takes their place on its way out.
     for kind in (KEYS, VALUES):
         wait_for(kind, work.pages)
-    give_back(1 - warpgroup, work.pages)
+    if not shared:
+        give_back(1 - warpgroup, work.pages)
     stage = stage_of(work.pages)
     gates = plgpu.load(memory.matrices.at[warpgroup, stage], layout=_MATRIX).astype(jnp.float32)
     gates = jnp.tanh(gates * 0.5) * 0.5 + 0.5  # the logistic function by one special function instead of two
@@ -437,4 +457,6 @@ def _compute(out_ref, memory, work, head, warpgroup, used, schedule, emulate):
 
         plgpu.commit_smem()  # the copy engine writes there next
 
+    if shared:  # one thread speaks for its warpgroup: not before all have come here
+        give_back(1 - warpgroup, work.pages)
     give_back(warpgroup, work.pages)

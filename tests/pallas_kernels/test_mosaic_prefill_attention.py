@@ -93,9 +93,9 @@ def test_lowers_for_an_h200(model):
     assert lowered_for_h200(dataclasses.replace(spec, dtype=dtype)).count("@mosaic_gpu") == 1
 
 
-def test_lowers_with_turns():
+def test_lowers_with_turns_and_clusters():
     spec = specs_of("paged_prefill_attention")["4b-8x1024"]
-    assert "@mosaic_gpu" in lowered_for_h200(spec, tuning=mosaic_sm90.Tuning(schedule="turns"))
+    assert "@mosaic_gpu" in lowered_for_h200(spec, tuning=mosaic_sm90.Tuning(schedule="turns", cluster=2))
 
 
 def test_declines_what_it_cannot_run():
@@ -121,43 +121,44 @@ def test_declines_what_it_cannot_run():
             supports(target, given)
 
 
-def test_unknown_schedule():
+def test_refused_tunings():
     with pytest.raises(ValueError, match="schedule 'fast'"):
         mosaic_sm90.Tuning(schedule="fast")
+    with pytest.raises(ValueError, match="cluster 2 with schedule 'overlap'"):
+        mosaic_sm90.Tuning(cluster=2)
 
 
 def interpret(kind: str) -> None:
-    """What the child process does: one pack by every schedule, one block with several tiles."""
+    """What the child process does: a pack on few blocks, so that each has several tiles."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from tests.pallas_kernels import oracle
     from tests.pallas_kernels.conformance import host, worst_error
 
-    model = ModelShape("pair", num_heads=2, num_kv_heads=1, num_k_heads=1, num_v_heads=1)
     ragged = {"lengths": (67, 0, 1, 8), "prefixes": (0, 0, 190, 60), "num_pads": 3}
     # Whole tiles only: the ragged way out names its memory in another way, which the detector takes for a race.
     whole = {"lengths": (64, 64), "prefixes": (128, 0)}
-    spec = PagedPrefillAttentionSpec(name="", model=model, num_layers=2, **(ragged if kind == "ragged" else whole))
+    tuning = mosaic_sm90.Tuning(blocks=1)
+    heads = 2
+    if kind == "cluster":
+        tuning, heads = mosaic_sm90.Tuning(blocks=2, schedule="turns", cluster=2), 4
+    model = ModelShape("small", num_heads=heads, num_kv_heads=1, num_k_heads=1, num_v_heads=1)
+    spec = PagedPrefillAttentionSpec(name="", model=model, num_layers=2, **(whole if kind == "races" else ragged))
     case = host(spec.case(1, poison=True))
     want, *_ = oracle.paged_prefill_attention(**case.arguments)
-    for schedule in ("overlap", "turns") if kind == "ragged" else ("overlap",):
-        function = functools.partial(
-            mosaic_sm90.paged_prefill_attention,
-            tuning=mosaic_sm90.Tuning(blocks=1, schedule=schedule),
-            interpret=plgpu.InterpretGPUParams(detect_races=kind == "races"),
-        )
-        got = np.asarray(jax.jit(function)(**{name: jnp.asarray(array) for name, array in case.arguments.items()}))
-        error = worst_error(got, want)
-        assert error < 4 * 2.0**-9, f"{schedule}: {error}"
-        assert not got[sum(spec.lengths) :].any(), f"{schedule}: pads are not zero"
+    parameters = plgpu.InterpretGPUParams(detect_races=kind == "races")
+    function = functools.partial(mosaic_sm90.paged_prefill_attention, tuning=tuning, interpret=parameters)
+    got = np.asarray(jax.jit(function)(**{name: jnp.asarray(array) for name, array in case.arguments.items()}))
+    assert worst_error(got, want) < 4 * 2.0**-9
+    assert not got[sum(spec.lengths) :].any(), "pads are not zero"
     print("interpreted", kind)
 
 
-@pytest.mark.parametrize("kind", ["ragged", "races"])
+@pytest.mark.parametrize("kind", ["ragged", "cluster", "races"])
 def test_interpreted(kind):
-    """Values, barriers and, on whole tiles, races. Three warpgroups wait for one another: they need threads."""
+    """Values, barriers and, on whole tiles, races. Three warpgroups a block wait for one another: they need threads."""
     program = f"from tests.pallas_kernels.test_mosaic_prefill_attention import interpret; interpret({kind!r})"
-    environment = os.environ | {"PJRT_NPROC": "4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PJRT_NPROC": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
     )
