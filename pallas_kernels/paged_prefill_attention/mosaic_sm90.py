@@ -112,8 +112,8 @@ def paged_prefill_attention(
         mesh=plgpu.Mesh(
             grid=(clusters,),
             grid_names=("cluster",),
-            cluster=(cluster,),
-            cluster_names=("block",),
+            cluster=(cluster,) if cluster > 1 else (),
+            cluster_names=("block",) if cluster > 1 else (),
             num_threads=HEADS + 1,
             thread_name="warpgroup",
         ),
