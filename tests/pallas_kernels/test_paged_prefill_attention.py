@@ -24,29 +24,39 @@ MIXED = PagedPrefillAttentionSpec(
     num_layers=2,
 )
 
+# float32, and the dtype of the kernels that take no float32.
+both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def mixed(dtype: str, **changes) -> PagedPrefillAttentionSpec:
+    return dataclasses.replace(MIXED, dtype=dtype, **changes)
+
 
 @every_implementation(OP)
+@both_dtypes
 @pytest.mark.parametrize("model", ["tiny1", "tiny2", "tiny3", "tiny2g8", "tiny4g16"])
-def test_matches_the_oracle_at_every_head_ratio(implementation, model):
-    check(OP, implementation, dataclasses.replace(MIXED, model=TINY_MODELS[model]).case(1, poison=True))
+def test_matches_the_oracle_at_every_head_ratio(implementation, dtype, model):
+    check(OP, implementation, mixed(dtype, model=TINY_MODELS[model]).case(1, poison=True))
 
 
 @every_implementation(OP)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_small_dtypes(implementation, dtype):
-    check(OP, implementation, dataclasses.replace(MIXED, dtype=dtype).case(2, poison=True))
+    check(OP, implementation, mixed(dtype).case(2, poison=True))
 
 
 @every_implementation(OP)
-def test_fresh_inputs(implementation):
+@both_dtypes
+def test_fresh_inputs(implementation, dtype):
     for seed in range(3, 6):
-        check(OP, implementation, MIXED.case(seed, poison=True))
+        check(OP, implementation, mixed(dtype).case(seed, poison=True))
 
 
 @every_implementation(OP)
-def test_peaked_scores(implementation):
+@both_dtypes
+def test_peaked_scores(implementation, dtype):
     """Scores in the hundreds: the softmax must be shifted by its maximum, and rescaled as the maximum moves."""
-    case = host(MIXED.case(6, poison=True))
+    case = host(mixed(dtype).case(6, poison=True))
     check(OP, implementation, host(case, q=case.arguments["q"] * 40), scale=40)  # errors of scores 40 times as large
 
 
@@ -59,8 +69,9 @@ def test_scores_are_not_all_alike():
 
 
 @every_implementation(OP)
-def test_packed_equals_alone(implementation):
-    case = host(MIXED.case(7, poison=True))
+@both_dtypes
+def test_packed_equals_alone(implementation, dtype):
+    case = host(mixed(dtype).case(7, poison=True))
     (out,) = call(OP, implementation, case)
     offsets = case.arguments["cu_seqlens"]
     for request in range(len(MIXED.lengths)):
@@ -75,10 +86,11 @@ def test_packed_equals_alone(implementation):
 
 
 @every_implementation(OP)
+@both_dtypes
 @pytest.mark.parametrize("pieces", [(64, 64, 2), (1, 129), (100, 30)])
-def test_pieces_equal_one_shot(implementation, pieces):
+def test_pieces_equal_one_shot(implementation, dtype, pieces):
     """Request 4 (130 tokens on a prefix of 63) piece by piece, with NaN in the pages of what is still to come."""
-    case = host(MIXED.case(8, poison=True))
+    case = host(mixed(dtype).case(8, poison=True))
     (out,) = call(OP, implementation, case)
     offsets, request = case.arguments["cu_seqlens"], 4
     first, done, outputs = offsets[request], 0, []
@@ -101,14 +113,16 @@ def test_pieces_equal_one_shot(implementation, pieces):
 
 
 @every_implementation(OP)
-def test_bucket_size_does_not_matter(implementation):
+@both_dtypes
+def test_bucket_size_does_not_matter(implementation, dtype):
     """More pads, absent requests and a wider page table: the same numbers."""
-    case = host(MIXED.case(9, poison=True))
+    case = host(mixed(dtype).case(9, poison=True))
     (out,) = call(OP, implementation, case)
     tokens, pads, absent = len(out), 50, 2
     larger = {
-        name: np.concatenate([case.arguments[name], np.full((pads, *case.arguments[name].shape[1:]), np.nan, "f4")])
-        for name in ("q", "gate")
+        name: np.concatenate([array, np.full((pads, *array.shape[1:]), np.nan, array.dtype)])
+        for name, array in case.arguments.items()
+        if name in ("q", "gate")
     }
     table = case.arguments["page_table"]
     larger["page_table"] = np.zeros((len(table) + absent, 16), np.int32)
@@ -122,13 +136,15 @@ def test_bucket_size_does_not_matter(implementation):
 
 
 @every_implementation(OP)
-def test_nan_request_touches_no_neighbour(implementation):
-    case = host(MIXED.case(10, poison=True))
+@both_dtypes
+def test_nan_request_touches_no_neighbour(implementation, dtype):
+    case = host(mixed(dtype).case(10, poison=True))
     (clean,) = call(OP, implementation, case)
     offsets, victim = case.arguments["cu_seqlens"], 3
     rows = np.zeros(len(clean), bool)
     rows[offsets[victim] : offsets[victim + 1]] = True
-    q = np.where(rows[:, None, None], np.nan, case.arguments["q"]).astype(np.float32)
+    q = case.arguments["q"].copy()
+    q[rows] = np.nan
     pool = case.arguments["kv_pool"].copy()
     pool[-1, case.arguments["page_table"][victim, :2]] = np.nan
     (out,) = call(OP, implementation, host(case, q=q, kv_pool=pool))
@@ -137,9 +153,10 @@ def test_nan_request_touches_no_neighbour(implementation):
 
 
 @every_implementation(OP)
-def test_future_tokens_are_not_seen(implementation):
+@both_dtypes
+def test_future_tokens_are_not_seen(implementation, dtype):
     """Other keys and values past a query's position change nothing, to the last bit."""
-    case = host(MIXED.case(11, poison=True))
+    case = host(mixed(dtype).case(11, poison=True))
     (clean,) = call(OP, implementation, case)
     pool = case.arguments["kv_pool"].copy()
     request = 4
@@ -152,8 +169,9 @@ def test_future_tokens_are_not_seen(implementation):
 
 
 @every_implementation(OP)
-def test_long_prefix(implementation):
+@both_dtypes
+def test_long_prefix(implementation, dtype):
     """A chunk of 20 tokens on a prefix of 8k (32k on a GPU)."""
     prefix = 32768 if jax.default_backend() == "gpu" else 8192
-    spec = dataclasses.replace(MIXED, lengths=(20,), prefixes=(prefix,), num_pads=0, width=None, num_layers=1)
+    spec = mixed(dtype, lengths=(20,), prefixes=(prefix,), num_pads=0, width=None, num_layers=1)
     check(OP, implementation, spec.case(12, poison=True))
