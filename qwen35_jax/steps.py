@@ -80,8 +80,8 @@ class HostLayout:
     Fields start at multiples of 256 bytes. On a GPU XLA hands a slice of a parameter to a custom kernel in place when
     the slice's *size* is such a multiple, wherever it starts, and Mosaic refuses operands that start elsewhere.
 
-    Pieces are short because a longer host array is not staged: its copy to the device, and with it the host, would wait
-    for the program that is running.
+    Pieces are short because the GPU client seems to stage only short host arrays: with fields of more than 100 KiB the
+    host was held up for as long as the program before ran, with shorter ones it was not.
     """
 
     PIECE = 24 * 1024  # words, a multiple of the alignment: below the 100 KiB up to which a transfer is staged
