@@ -44,9 +44,9 @@ def test_size_of_the_4b_is_the_published_one():
 
 
 def test_layout_is_made_without_allocating():
-    before = len(jax.live_arrays())
+    before = jax.live_arrays()  # held, so that none goes and lends its id to another
     pack = ParamPack(ModelConfig.preset("27b"))
-    assert len(jax.live_arrays()) == before
+    assert {id(array) for array in jax.live_arrays()} <= {id(array) for array in before}
     assert all(isinstance(spec, jax.ShapeDtypeStruct) for spec in pack.specs.values())
 
 
