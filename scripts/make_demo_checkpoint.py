@@ -194,6 +194,11 @@ def write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer, max_length: i
     """Writes tokenizer.json, its older twins vocab.json and merges.txt, tokenizer_config.json and the template."""
     tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer.model.save(str(directory))
+    write_tokenizer_config(directory, tokenizer, max_length)
+
+
+def write_tokenizer_config(directory: pathlib.Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Writes tokenizer_config.json and the chat template beside a tokenizer that knows ``ADDED_TOKENS``."""
     added = {
         str(tokenizer.token_to_id(text)): {
             "content": text,

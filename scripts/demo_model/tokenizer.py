@@ -8,7 +8,6 @@ files.
 """
 
 import pathlib
-import shutil
 import sys
 
 import numpy as np
@@ -22,7 +21,7 @@ from scripts.demo_model import chat, corpus, tasks
 from scripts.demo_model.architecture import config_of_tokenizer
 from scripts.demo_model.languages import LANGUAGES
 from scripts.demo_model.lexicon import ADJECTIVES, NOUNS
-from scripts.make_demo_checkpoint import ADDED_TOKENS, END_OF_TEXT, END_OF_TURN, SOURCES, SPLIT_PATTERN, write_json
+from scripts.make_demo_checkpoint import ADDED_TOKENS, END_OF_TEXT, SPLIT_PATTERN, write_json, write_tokenizer_config
 
 NUM_IDS = 3040  # some rows of the embedding are left over, as in published models
 SEED = 35
@@ -99,34 +98,7 @@ def write_directory(output: pathlib.Path, tokenizer: Tokenizer) -> ModelConfig:
     output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(output / "tokenizer.json"), pretty=False)
     config = config_of_tokenizer(output)
-    added = {
-        str(tokenizer.token_to_id(text)): {
-            "content": text,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": special,
-        }
-        for text, special in ADDED_TOKENS
-    }
-    write_json(
-        output / "tokenizer_config.json",
-        {
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": added,
-            "bos_token": None,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": END_OF_TURN,
-            "errors": "replace",
-            "model_max_length": config.max_position_embeddings,
-            "pad_token": END_OF_TEXT,
-            "split_special_tokens": False,
-            "tokenizer_class": "Qwen2Tokenizer",
-            "unk_token": None,
-        },
-    )
+    write_tokenizer_config(output, tokenizer, config.max_position_embeddings)
     images = ("image_pad", "video_pad", "vision_start", "vision_end")
     names = ("image", "video", "vision_start", "vision_end")
     ids = {f"{name}_token_id": tokenizer.token_to_id(f"<|{token}|>") for name, token in zip(names, images, strict=True)}
@@ -142,7 +114,6 @@ def write_directory(output: pathlib.Path, tokenizer: Tokenizer) -> ModelConfig:
             "pad_token_id": end_of_text,
         },
     )
-    shutil.copyfile(SOURCES / "chat_template.jinja", output / "chat_template.jinja")
     return config
 
 
