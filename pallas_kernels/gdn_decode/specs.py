@@ -43,12 +43,10 @@ class GdnDecodeSpec(Spec):
         pads = np.zeros(rows, bool)
         pads[draw.numpy.permutation(rows)[: self.num_pads]] = True
         slot_ids[pads] = 0
-        inputs = {
-            "qkv": draw.normal((rows, channels), self.dtype),
-            "z": draw.normal((rows, model.value_dim), self.dtype),
-            "b": draw.normal((rows, heads), self.dtype),
-            "a": draw.normal((rows, heads), self.dtype),
-        }
+        # qkv, z, b and a, side by side.
+        parts = [draw.normal((rows, width), self.dtype) for width in (channels, model.value_dim, heads, heads)]
+        joined = np.concatenate if all(isinstance(part, np.ndarray) for part in parts) else jnp.concatenate
+        projected = joined(parts, axis=1)
         conv_pool = draw.normal((self.num_layers, slots, 3, channels), self.dtype)
         state_shape = (self.num_layers, slots, heads, model.head_v_dim, model.head_k_dim)
         state_pool = draw.normal(state_shape, self.state_dtype, 0.3)
@@ -56,11 +54,9 @@ class GdnDecodeSpec(Spec):
             unread = np.ones((self.num_layers, slots), bool)
             unread[-1, slot_ids[~pads]] = False
             conv_pool, state_pool = nan_where(unread, conv_pool), nan_where(unread, state_pool)
-            inputs = {name: nan_where(pads, array) for name, array in inputs.items()}
-        parts = tuple(inputs.values())
-        joined = np.concatenate if all(isinstance(part, np.ndarray) for part in parts) else jnp.concatenate
+            projected = nan_where(pads, projected)
         arguments = {
-            "projected": joined(parts, axis=1),
+            "projected": projected,
             "conv_weight": draw.normal((4, channels), self.dtype, 0.5),
             "A_log": draw.uniform((heads,), *DECAYS[self.decay]),
             "dt_bias": draw.normal((heads,), "float32", 0.5),
