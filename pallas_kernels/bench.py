@@ -235,8 +235,16 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
         metrics["tflop_s"] = measurement.flops_per_s / 1e12
     metrics["share_of_ceiling"] = measurement.share(ceilings)
     metrics["measured_copy_tb_s"] = ceilings.measured_bytes_per_s / 1e12
+    settings = {"implementation": measurement.implementation, "dtype": spec.dtype, **settings}
+    return result(f"kernel/{spec.op}/{spec.name}", metrics, settings, measurement.checks, command)
+
+
+def result(
+    cell: str, metrics: dict[str, Any], settings: dict[str, Any], checks: dict[str, Any], command: str
+) -> dict[str, Any]:
+    """A record of something that this process measured on the first device, now."""
     return {
-        "cell": f"kernel/{spec.op}/{spec.name}",
+        "cell": cell,
         "metrics": metrics,
         "device": jax.devices()[0].device_kind,
         "device_count": 1,
@@ -244,9 +252,16 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
         "jax": jax.__version__,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "settings": {"implementation": measurement.implementation, "dtype": spec.dtype, **settings},
-        "checks": measurement.checks,
+        "settings": settings,
+        "checks": checks,
     }
+
+
+def write_records(path: str, records: Sequence[dict[str, Any]]) -> None:
+    """Write a results file, replacing what is there."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(list(records), file, indent=1)
+        file.write("\n")
 
 
 def _commit() -> str:
@@ -323,10 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{jax.devices()[0].device_kind}: copy {ceilings.measured_bytes_per_s / 1e12:.3f} TB/s in this run")
     print(table(measurements, ceilings))
     if options.output:
-        records = [record(item, ceilings, settings, command) for item in measurements]
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(records, file, indent=1)
-            file.write("\n")
+        write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])
     return 1 if any(item.checks["first_mismatch"] for item in measurements) else 0
 
 

@@ -79,6 +79,8 @@ def plan_pictures(known: Known) -> dict[str, Callable[[pathlib.Path], None]]:
     if kernels := kernel_bars(known):
         title = "Kernels: share of the ceiling that bounds them"
         planned["kernels"] = lambda path: pictures.draw_bars(path, title, "per cent", kernels, limit=100)
+    if drifts := drift_panels(known):
+        planned["drift"] = lambda path: pictures.draw_lines(path, drifts, logarithmic=True)
     if histories := history_panels(known):
         planned["history"] = lambda path: pictures.draw_lines(path, histories)
     return planned
@@ -128,6 +130,20 @@ def kernel_bars(known: Known) -> dict[str, dict[str, float]]:
         if good and (share := good.metrics.get("share_of_ceiling")) is not None:
             shares[cell.removeprefix("kernel/")] = {"ours": 100 * share}
     return shares
+
+
+def drift_panels(known: Known) -> list[Panel]:
+    """Relative errors of states and outputs against the step, a panel a cell."""
+    panels = []
+    for cell in known.cells("drift"):
+        if good := known.valid(cell):
+            series = {
+                f"{dtype}, {what}": list(zip(good.metrics["steps"], curves[what], strict=True))
+                for dtype, curves in good.metrics["curves"].items()
+                for what in ("state", "output")
+            }
+            panels.append(Panel(cell.removeprefix("drift/"), "decode step", "relative error", series))
+    return panels
 
 
 def history_panels(known: Known) -> list[Panel]:

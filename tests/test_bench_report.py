@@ -193,6 +193,21 @@ def test_kernels_and_latencies(root):
     assert row(text, "`closed/4b/c8/1024x256`")[1:7] == ["ours", "5.50", "5.25", "7.75", "–", "–"]
 
 
+def test_drift(root):
+    names = ("state_error", "worst_head_error", "output_error", "float32_state_error", "float32_output_error")
+    curves = {"bfloat16": {"state": [1e-3, 2e-3], "worst_head": [1e-3, 3e-3], "output": [4e-3, 5e-3]}}
+    metrics = dict.fromkeys(names, 1.5e-3) | {"steps": [1, 2000], "curves": curves}
+    add(root, "drift/gdn_decode/4b-rows64-none", metrics, settings={"steps": 2000})
+    bad = {"checks": {"first_mismatch": [3, 0.5]}}
+    add(root, "drift/gdn_decode/4b-rows64-initial", metrics, **bad)
+    text = make(root, draw=True)
+    assert row(text, "`gdn_decode/4b-rows64-none`")[1:7] == ["2000", *["1.5e-03"] * 5]
+    assert "**invalid**: wrong output" in row(text, "`gdn_decode/4b-rows64-initial`")[1]
+    assert "![drift](pictures/drift.png)" in section(text, "drift")
+    (panel,) = bench_report.drift_panels(load_known(root / "benchmarks/results", root / "benchmarks/peers.json"))
+    assert panel.series["bfloat16, output"] == [(1, 4e-3), (2000, 5e-3)]
+
+
 def test_making_it_again_changes_nothing_and_check_sees_every_change(root, capsys):
     add(root, "decode/4b/rows1", {"step_ms": 9.0})
     argv = ["bench_report.py", f"--root={root}"]

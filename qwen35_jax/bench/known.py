@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen35_jax.bench import floors
-from qwen35_jax.bench.records import Cell, Record, parse_cell, read_records
+from qwen35_jax.bench.records import OF_OPS, Cell, Record, parse_cell, read_records
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.presets import PRESETS
@@ -30,6 +30,7 @@ MAIN_METRIC = {
     "open": "tpot_mean_ms",
     "start": "cold_s",  # or warm_s: a record has one of them
     "kernel": "us",
+    "drift": "state_error",
 }
 STARTS = {"cold_s": "nothing cached", "warm_s": "compiled programs cached"}
 """The ways to start, by metric."""
@@ -130,7 +131,7 @@ def size_order(subject: str) -> tuple[float, str]:
 def cell_order(cell: str) -> tuple[Any, ...]:
     """Sorts cells of one kind: by op, size, load, variant."""
     parsed = parse_cell(cell)
-    if parsed.kind == "kernel":
+    if parsed.kind in OF_OPS:
         size, _, rest = parsed.workload.partition("-")
         numbers = tuple(map(int, re.findall(r"\d+", rest)))
         return (parsed.subject, size_order(size), rest.rstrip("0123456789"), numbers, parsed.suffixes)

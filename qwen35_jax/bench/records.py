@@ -45,8 +45,13 @@ _PARTS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "closed": (("load", rf"c({_COUNT})", "c<N>"), ("workload", _WORKLOAD, "<in>x<out> or a name")),
     "open": (("load", rf"qps({_RATE})", "qps<R>"), ("workload", _WORKLOAD, "<in>x<out> or a name")),
     "kernel": (("workload", rf"({_NAME})", "the name of a spec"),),
+    "drift": (("workload", rf"({_NAME})", "the name of a spec and its gates"),),
     "start": (),
 }
+
+
+OF_OPS = ("kernel", "drift")
+"""Kinds of cells whose subject is an operation; the others' is a size of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +59,8 @@ class Cell:
     """The parts of a cell's name.
 
     Attributes:
-        kind: "offline", "prefill", "decode", "closed", "open", "kernel" or "start".
-        subject: size of the model, or the op of a kernel.
+        kind: "offline", "prefill", "decode", "closed", "open", "kernel", "drift" or "start".
+        subject: size of the model, or the op of a kernel or drift.
         load: tokens of a prefill, rows of a decode step, clients of a closed loop, requests a second of an open one.
         workload: ``<in>x<out>`` or a name (offline, closed, open), the spec of a kernel; empty where there is none.
         lengths: prompt and output tokens, where the workload says them.
@@ -85,7 +90,7 @@ def parse_cell(cell: str) -> Cell:
     kind, *parts = name.split("/")
     if kind not in _PARTS:
         raise ValueError(f"cell {cell!r}: unknown kind {kind!r} (known: {', '.join(_PARTS)})")
-    subject = "op" if kind == "kernel" else "size"
+    subject = "op" if kind in OF_OPS else "size"
     expected = [(subject, rf"({_NAME})", f"the {subject}"), *_PARTS[kind]]
     if len(parts) != len(expected):
         forms = "/".join([kind, *(f"<{part}>" for part, _, _ in expected)])
@@ -101,7 +106,7 @@ def parse_cell(cell: str) -> Cell:
         raise ValueError(f"cell {cell!r}: a rate of 0")
     workload = fields.get("workload", "")
     lengths = None
-    if kind != "kernel" and re.fullmatch(rf"{_COUNT}x{_COUNT}", workload):
+    if kind not in OF_OPS and re.fullmatch(rf"{_COUNT}x{_COUNT}", workload):
         n_in, n_out = workload.split("x")
         lengths = (int(n_in), int(n_out))
     return Cell(kind, fields[subject], load, workload, lengths, tuple(suffixes))

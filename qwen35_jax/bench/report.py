@@ -20,7 +20,7 @@ from qwen35_jax.bench.known import (
     cell_order,
     size_order,
 )
-from qwen35_jax.bench.records import DIRTY, UNKNOWN_COMMIT, Record, parse_cell
+from qwen35_jax.bench.records import DIRTY, OF_OPS, UNKNOWN_COMMIT, Record, parse_cell
 
 type Section = Callable[[Known, str], str]
 
@@ -276,6 +276,23 @@ def _peer_kernel(figure: PeerFigure) -> str:
     return f"{number(figure.metrics['us'])} us" if "us" in figure.metrics else _rate(figure.metrics)
 
 
+def drift_section(known: Known, results: str) -> str:
+    """Errors of low-precision states after many steps."""
+    names = ("state_error", "worst_head_error", "output_error", "float32_state_error", "float32_output_error")
+    rows = []
+    for cell in known.cells("drift"):
+        record, good = known.record(cell), known.valid(cell)
+        if good:
+            figures = [str(good.settings.get("steps", NO_FIGURE)), *(f"{good.metrics[name]:.1e}" for name in names)]
+        else:
+            figures = [invalid(record) if record else NO_FIGURE, *[NO_FIGURE] * len(names)]
+        rows.append([f"`{cell.removeprefix('drift/')}`", *figures, measured(record, results)])
+    if not rows:
+        return "Not measured yet."
+    header = ["cell", "steps", "states", "worst head", "output", "float32: states", "float32: output", "commit, file"]
+    return table(header, rows)
+
+
 def peers_section(known: Known, results: str) -> str:
     """Where the peers' figures come from."""
     provenance = known.peers.provenance
@@ -311,7 +328,7 @@ _SUMMARY = (
 def summary_section(known: Known, results: str) -> str:
     """The short table of the front page: what was measured of every size, beside vLLM and the floor."""
     rows, devices = [], set()
-    subjects = {parse_cell(cell).subject for cell, _ in known.series if not cell.startswith("kernel/")}
+    subjects = {parse_cell(cell).subject for cell, _ in known.series if parse_cell(cell).kind not in OF_OPS}
     for size in sorted(subjects, key=size_order):
         for form, metric, words in _SUMMARY:
             cell = form.format(size)
@@ -346,6 +363,7 @@ SECTIONS: Mapping[str, Section] = {
     "start": start_section,
     "memory": memory_section,
     "kernels": kernel_section,
+    "drift": drift_section,
     "history": history_section,
 }
 """What documents may ask for by name."""

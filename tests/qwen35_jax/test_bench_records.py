@@ -41,6 +41,7 @@ def record(cell="decode/4b/rows8", **fields) -> Record:
         ("open/4b/qps0.5/lognormal", Cell("open", "4b", 0.5, "lognormal")),
         ("kernel/gdn_decode/4b-rows64", Cell("kernel", "gdn_decode", None, "4b-rows64")),
         ("kernel/gdn_prefill/4b-8x1024", Cell("kernel", "gdn_prefill", None, "4b-8x1024")),
+        ("drift/gdn_decode/4b-rows64-none", Cell("drift", "gdn_decode", None, "4b-rows64-none")),
         ("start/tiny-4b", Cell("start", "tiny-4b")),
     ],
 )
