@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
-from pallas_kernels.spec import TINY_MODELS
+from pallas_kernels.spec import REAL_MODELS, TINY_MODELS
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.conformance import (
     assert_close,
@@ -64,6 +64,42 @@ def test_decays(implementation, decay):
 
 
 @every_implementation(OP)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("decay", ["strong", "none"])
+def test_decays_in_bfloat16(implementation, decay, state_dtype):
+    spec = dataclasses.replace(BASE, dtype="bfloat16", state_dtype=state_dtype, decay=decay, model=TINY_MODELS["tiny3"])
+    check(OP, implementation, spec.case(12, poison=True))
+
+
+def gate_columns(case):
+    """Columns of b and of a in the projection."""
+    heads, width = case.arguments["A_log"].size, case.arguments["projected"].shape[1]
+    return slice(width - 2 * heads, width - heads), slice(width - heads, width)
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_no_decay_and_no_write_keep_the_state_to_the_bit(implementation, state_dtype):
+    spec = dataclasses.replace(BASE, state_dtype=state_dtype, decay="none", model=TINY_MODELS["tiny2"])
+    case = host(spec.case(13, poison=True))
+    case.arguments["projected"][:, gate_columns(case)[0]] = -200.0  # beta is 0, not merely small
+    _, _, pool = call(OP, implementation, case)
+    assert_same_bits(pool[:, 1:], case.arguments["state_pool"][:, 1:], "a state")
+
+
+@every_implementation(OP)
+def test_strong_decay_forgets_to_the_bit(implementation):
+    """Where exp(g) is 0, nothing of the old state may be left, whatever its size."""
+    case = host(dataclasses.replace(BASE, decay="strong", model=TINY_MODELS["tiny2"]).case(14))
+    case.arguments["projected"][:, gate_columns(case)[1]] = 100.0
+    first = call(OP, implementation, case)
+    other = call(OP, implementation, host(case, state_pool=case.arguments["state_pool"] * -1e6))
+    slots = case.arguments["slot_ids"][case.arguments["slot_ids"] > 0]
+    assert_same_bits(first[2][-1, slots] + 0.0, other[2][-1, slots] + 0.0, "a state")  # -0 is 0
+    assert_same_bits(first[0] + 0.0, other[0] + 0.0, "an output")
+
+
+@every_implementation(OP)
 def test_infinite_decay(implementation):
     case = host(BASE.case(6, poison=True))
     decay = case.arguments["A_log"].copy()
@@ -103,7 +139,7 @@ def test_company_does_not_matter(implementation):
 
 
 @every_implementation(OP)
-@pytest.mark.parametrize("where", ["qkv", "z", "state", "tail"])
+@pytest.mark.parametrize("where", ["qkv", "z", "b", "a", "state", "tail"])
 def test_nan_row_touches_no_neighbour(implementation, where):
     case = host(dataclasses.replace(BASE, num_pads=1).case(9, poison=True))
     clean = call(OP, implementation, case)
@@ -112,12 +148,46 @@ def test_nan_row_touches_no_neighbour(implementation, where):
     name = {"state": "state_pool", "tail": "conv_pool"}.get(where, "projected")
     poisoned = case.arguments[name].copy()
     channels = BASE.model.conv_dim
-    columns = slice(channels) if where == "qkv" else slice(channels, channels + BASE.model.value_dim)
+    b, a = gate_columns(case)
+    columns = {"qkv": slice(channels), "z": slice(channels, channels + BASE.model.value_dim), "b": b, "a": a}.get(where)
     poisoned[(-1, slots[victim]) if name.endswith("pool") else (victim, columns)] = np.nan
     got = call(OP, implementation, host(case, **{name: poisoned}))
     assert np.isnan(got[0][victim]).any()
     rows = np.arange(BASE.num_rows) != victim
     assert_same_bits(got[0][rows], clean[0][rows], "a neighbour's output")
     others = np.setdiff1d(np.arange(1, BASE.num_slots), slots[victim])
+    assert_same_bits(got[1][:, others], clean[1][:, others], "a neighbour's tail")
+    assert_same_bits(got[2][:, others], clean[2][:, others], "a neighbour's state")
+
+
+@pytest.mark.gpu
+@every_implementation(OP)
+@pytest.mark.parametrize(
+    ("model", "rows", "state_dtype"),
+    [
+        ("0.8b", 1, "bfloat16"),
+        ("0.8b", 133, "float32"),
+        ("4b", 3, "float32"),
+        ("4b", 37, "bfloat16"),
+        ("27b", 1, "float32"),
+        ("27b", 11, "bfloat16"),
+    ],
+)
+def test_real_heads_at_odd_batches(implementation, model, rows, state_dtype):
+    """bfloat16 activations, padding rows among the others, rows with NaN that touch no neighbour."""
+    shape = REAL_MODELS[model]
+    spec = GdnDecodeSpec(name="", model=shape, num_rows=rows, num_pads=rows // 3, num_slots=rows + 4)
+    case = host(dataclasses.replace(spec, state_dtype=state_dtype).case(rows, poison=True))
+    clean = check(OP, implementation, case)
+    live = np.flatnonzero(case.arguments["slot_ids"])
+    if len(live) < 2:
+        return
+    projected, victims = case.arguments["projected"].copy(), live[::2]
+    projected[victims] = np.nan
+    got = call(OP, implementation, host(case, projected=projected))
+    assert np.isnan(got[0][victims]).all()
+    rest = np.setdiff1d(np.arange(rows), victims)
+    assert_same_bits(got[0][rest], clean[0][rest], "a neighbour's output")
+    others = np.setdiff1d(np.arange(1, spec.num_slots), case.arguments["slot_ids"][victims])
     assert_same_bits(got[1][:, others], clean[1][:, others], "a neighbour's tail")
     assert_same_bits(got[2][:, others], clean[2][:, others], "a neighbour's state")
