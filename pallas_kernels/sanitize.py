@@ -1,0 +1,229 @@
+"""Every op under compute-sanitizer: out-of-bounds accesses, races, uninitialised reads, misused barriers.
+
+    python -m pallas_kernels.sanitize --output=benchmarks/sanitizer/kernels.json
+
+A process for each op and tool runs the op's kernel on small poisoned workloads (:data:`MODELS`), several processes at
+a time. Memory comes from the driver one array at a time instead of from XLA's pool, so that memcheck knows where each
+array ends, and CUDA graphs are off. What is run is what "auto" chooses; where that is the reference, the next
+implementation that takes the workload.
+
+The result is a table, and a JSON file that keeps for each op and tool the verdict (``clean``, ``errors``, ``no
+verdict`` when the tool did not come to an end), the counts, and the first messages without host frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels import bench, registry
+from pallas_kernels.spec import tiny_specs_of
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+MODELS = ("tiny2", "tiny3")
+MOST_MESSAGES = 4
+RAN = "ran "
+"""How the line begins with which a child says what it ran."""
+
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (?P<errors>\d+) error|RACECHECK SUMMARY: (?P<hazards>\d+) hazard)")
+_RACES = re.compile(r"\((?P<errors>\d+) errors?, (?P<warnings>\d+) warnings?\)")
+_NOISE = re.compile(r"Host Frame|Saved host backtrace|^\s*$|SUMMARY|COMPUTE-SANITIZER|\[0x[0-9a-f]+\]$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What one tool said of one op.
+
+    Attributes:
+        op: the op.
+        tool: one of :data:`TOOLS`.
+        ran: implementation by spec; empty if the child did not get that far.
+        verdict: "clean", "errors" or "no verdict".
+        errors: number of errors, of racecheck those hazards that it calls errors.
+        warnings: hazards that racecheck calls warnings.
+        messages: the first of them, or the end of the output where there is no verdict.
+    """
+
+    op: str
+    tool: str
+    ran: dict[str, str]
+    verdict: str
+    errors: int
+    warnings: int
+    messages: tuple[str, ...]
+
+
+def find_tool(name: str = "compute-sanitizer") -> str | None:
+    """Path of compute-sanitizer: on PATH, or in the CUDA toolkit's usual places."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = [os.path.join(home, "bin", name) for home in homes if home]
+    return shutil.which(name) or next((place for place in places if os.access(place, os.X_OK)), None)
+
+
+def kernel_of(op: str, arguments: dict[str, Any]) -> str:
+    """The implementation to run: that of "auto", or instead of the reference the best other one that takes this."""
+    chosen = registry.get_op(op).select(registry.AUTO, arguments).name
+    if chosen == registry.REFERENCE:
+        for name, implementation in registry.get_op(op).implementations.items():
+            try:
+                implementation.supports(registry.current_target(), arguments)
+            except registry.UnsupportedArguments:
+                continue
+            if name != registry.REFERENCE:
+                return name
+    return chosen
+
+
+def run_op(op: str, implementation: str | None = None) -> None:
+    """What a child does: run the op on its workloads and look at the results.
+
+    Raises:
+        FloatingPointError: an output is not finite.
+    """
+    for spec in tiny_specs_of(op).values():
+        if spec.model.name not in MODELS:
+            continue
+        case = spec.case(1, poison=True)
+        arguments = {name: jax.device_put(array) for name, array in case.arguments.items()}
+        name = implementation or kernel_of(op, arguments | case.options)
+        results = getattr(pallas_kernels, op)(**arguments, **case.options, implementation=name)
+        out = np.asarray(results[0] if isinstance(results, tuple) else results).astype(np.float32)
+        if not np.isfinite(out).all():
+            raise FloatingPointError(f"{op}/{spec.name}: an output is not finite")
+        print(f"{RAN}{spec.name} {name}", flush=True)
+
+
+def read_verdict(op: str, tool: str, output: str, returncode: int) -> Verdict:
+    """What the output of compute-sanitizer around a child says."""
+    ran = dict(line.removeprefix(RAN).split() for line in output.splitlines() if line.startswith(RAN))
+    marked = [line.removeprefix("=========").rstrip() for line in output.splitlines() if line.startswith("=========")]
+    summary = next((match for line in reversed(marked) if (match := _SUMMARY.search(line))), None)
+    if summary is None or not ran:
+        tail = [_without_paths(line) for line in output.splitlines() if line.strip()]
+        reason = f"exit code {returncode}"
+        return Verdict(op, tool, ran, "no verdict", 0, 0, (reason, *tail[-MOST_MESSAGES:]))
+    errors, warnings = int(summary["errors"] or summary["hazards"]), 0
+    if summary["hazards"] and (races := _RACES.search(summary.string)):
+        errors, warnings = int(races["errors"]), int(races["warnings"])
+    messages = tuple(_without_paths(line).strip() for line in marked if not _NOISE.search(line))[:MOST_MESSAGES]
+    return Verdict(op, tool, ran, "errors" if errors else "clean", errors, warnings, messages)
+
+
+def _without_paths(line: str) -> str:
+    """The line with every path reduced to its last part."""
+    return re.sub(r"(?:/[\w.+@-]+)+/([\w.+@-]+)", r"\1", line)
+
+
+def check(sanitizer: str, op: str, tool: str, implementation: str | None, timeout: float) -> Verdict:
+    """Run one op under one tool."""
+    child = [sys.executable, "-m", "pallas_kernels.sanitize", f"--child={op}"]
+    child += [f"--implementation={implementation}"] if implementation else []
+    command = [sanitizer, f"--tool={tool}", "--report-api-errors=no", "--print-limit=20", *child]
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": flags.strip(),
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and the program in it
+        output, _ = process.communicate()
+        output += f"\nstopped after {timeout:.0f} s"
+    return read_verdict(op, tool, output, process.returncode)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Ops down, tools across, then the messages."""
+    tools = list(dict.fromkeys(verdict.tool for verdict in verdicts))
+    found = {(verdict.op, verdict.tool): verdict for verdict in verdicts}
+
+    def cell(verdict: Verdict) -> str:
+        counts = [f"{verdict.errors} errors"] * bool(verdict.errors) + [f"{verdict.warnings} warnings"] * bool(
+            verdict.warnings
+        )
+        return ", ".join(counts) or verdict.verdict
+
+    rows = [["op", "implementation", *tools]]
+    for op in dict.fromkeys(verdict.op for verdict in verdicts):
+        of_op = [found[op, tool] for tool in tools]
+        ran = dict.fromkeys(name for verdict in of_op for name in verdict.ran.values())
+        rows.append([op, ", ".join(ran) or "-", *(cell(verdict) for verdict in of_op)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for verdict in verdicts:
+        if verdict.messages:
+            lines.append(f"{verdict.op}, {verdict.tool}:")
+            lines += [f"    {message}" for message in verdict.messages]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 1 if there were errors or no verdict, 2 if compute-sanitizer or a GPU is missing."""
+    ops = [op.name for op in registry.all_ops()]
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.sanitize", description=__doc__.splitlines()[0])
+    parser.add_argument("--ops", default=",".join(ops), help="ops with commas between them")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="tools with commas between them")
+    parser.add_argument("--implementation", default=None, help="a name instead of what auto chooses")
+    parser.add_argument("--processes", type=int, default=max(2, (os.cpu_count() or 2) // 2), help="at a time")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one op under one tool")
+    parser.add_argument("--output", default=None, help="JSON file to write")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.child:
+        run_op(options.child, options.implementation)
+        return 0
+    wanted, tools = options.ops.split(","), options.tools.split(",")
+    for flag, names, known in (("--ops", wanted, ops), ("--tools", tools, TOOLS)):
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}")
+    sanitizer = find_tool()
+    if sanitizer is None:
+        print("error: compute-sanitizer is neither on PATH nor in the CUDA toolkit (CUDA_HOME)", file=sys.stderr)
+        return 2
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is the children's
+    if jax.default_backend() != "gpu":
+        print(f"error: needs a GPU, the backend is {jax.default_backend()}", file=sys.stderr)
+        return 2
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        pending = [
+            pool.submit(check, sanitizer, op, tool, options.implementation, options.timeout)
+            for tool in sorted(tools, key=lambda tool: tool != "racecheck")  # the slowest first
+            for op in wanted
+        ]
+        verdicts = [future.result() for future in pending]
+    print(table(verdicts))
+    if options.output:
+        command = ["python", "-m", "pallas_kernels.sanitize", *(sys.argv[1:] if argv is None else argv)]
+        kept = bench.result("", {}, {}, {}, shlex.join(command))
+        kept = {name: kept[name] for name in ("device", "commit", "jax", "command", "date")}
+        kept |= {"tool": _without_paths(version[-1]) if version else "unknown"}
+        kept |= {"runs": [dataclasses.asdict(verdict) for verdict in verdicts]}
+        pathlib.Path(options.output).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(options.output).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(verdict.verdict != "clean" for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

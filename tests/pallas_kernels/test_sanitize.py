@@ -1,0 +1,104 @@
+"""compute-sanitizer around the ops: its output read, its absence said. A stand-in plays the tool."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from pallas_kernels import sanitize
+
+CLEAN = """========= COMPUTE-SANITIZER
+ran tiny2-rows5 mosaic_sm90
+========= ERROR SUMMARY: 0 errors
+"""
+OUT_OF_BOUNDS = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 4 bytes
+=========     at gdn_decode+0x10 in /tmp/build/kernel.py:12
+=========     by thread (0,0,0) in block (3,0,0)
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: cuLaunchKernel [0x1234] in libcuda.so
+ran tiny2-rows5 mosaic_sm90
+========= ERROR SUMMARY: 1 error
+"""
+RACES = """========= COMPUTE-SANITIZER
+========= Warning: Race reported between Write access at kv_write+0x20 and Read access at kv_write+0x40 [8 hazards]
+ran tiny2-ragged triton
+========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)
+"""
+REFUSED = """========= COMPUTE-SANITIZER
+========= Error: Device not supported
+Traceback (most recent call last):
+  File "/srv/tree/pallas_kernels/sanitize.py", line 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "output", "verdict", "errors", "warnings"),
+    [
+        ("memcheck", CLEAN, "clean", 0, 0),
+        ("memcheck", OUT_OF_BOUNDS, "errors", 1, 0),
+        ("racecheck", RACES, "errors", 1, 2),
+        ("memcheck", REFUSED, "no verdict", 0, 0),
+        ("memcheck", CLEAN.replace("ran ", "was "), "no verdict", 0, 0),  # nothing ran: zero errors mean nothing
+    ],
+)
+def test_verdicts(tool, output, verdict, errors, warnings):
+    found = sanitize.read_verdict("gdn_decode", tool, output, 7)
+    assert (found.verdict, found.errors, found.warnings) == (verdict, errors, warnings)
+    assert "/" not in "".join(found.messages), "a path of the machine"
+    if verdict == "no verdict":
+        assert found.messages[0] == "exit code 7"
+
+
+def test_messages_and_table():
+    found = [
+        sanitize.read_verdict("gdn_decode", "memcheck", OUT_OF_BOUNDS, 0),
+        sanitize.read_verdict("gdn_decode", "racecheck", RACES, 0),
+    ]
+    assert found[0].messages[0] == "Invalid __global__ read of size 4 bytes"
+    assert found[0].messages[1] == "at gdn_decode+0x10 in kernel.py:12" and len(found[0].messages) == 3
+    lines = sanitize.table(found).splitlines()
+    assert lines[0].split() == ["op", "implementation", "memcheck", "racecheck"]
+    assert lines[1].split() == ["gdn_decode", "mosaic_sm90,", "triton", *"1 errors 1 errors, 2 warnings".split()]
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A program in place of compute-sanitizer: it runs the child and reports an error for racecheck."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo Version 1.2; exit; }\nwanted=$1; shift 3; "$@"\n'
+        'case $wanted in *racecheck) n=1;; *) n=0;; esac\necho "========= ERROR SUMMARY: $n errors"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setattr(sanitize, "find_tool", lambda: str(tool))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def test_a_run(stand_in, tmp_path, capsys):
+    path = tmp_path / "deep/kernels.json"
+    assert sanitize.main(["--ops=kv_write", "--tools=memcheck,racecheck", f"--output={path}"]) == 1
+    kept = json.loads(path.read_text())
+    assert kept["tool"] == "Version 1.2" and kept["jax"] == jax.__version__
+    runs = {run["tool"]: run for run in kept["runs"]}
+    assert runs["memcheck"]["verdict"] == "clean" and runs["racecheck"]["errors"] == 1
+    assert set(runs["memcheck"]["ran"].values()) == {"reference"} and len(runs["memcheck"]["ran"]) == 2
+    assert "kv_write" in capsys.readouterr().out
+
+
+def test_a_hang_is_stopped(stand_in, tmp_path, monkeypatch):
+    verdict = sanitize.check(sanitize.find_tool(), "kv_write", "memcheck", None, timeout=0.2)
+    assert verdict.verdict == "no verdict" and "stopped after 0 s" in verdict.messages[-1]
+
+
+def test_what_is_missing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(sanitize, "find_tool", lambda: None)
+    assert sanitize.main([]) == 2 and "compute-sanitizer is neither on PATH" in capsys.readouterr().err
+    monkeypatch.setattr(sanitize, "find_tool", lambda: "/bin/true")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert sanitize.main([]) == 2 and "needs a GPU, the backend is cpu" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sanitize.main(["--tools=memcheck,valgrind"])
+    assert "'valgrind' is none of memcheck" in capsys.readouterr().err
