@@ -3,7 +3,7 @@
     python -m pallas_kernels.bench --op=gdn_decode --spec='4b-*' --output=benchmarks/results/kernels.json
 
 A figure is the time of one call inside a compiled program: calls are chained (each waits for the one before, pools are
-donated and updated in place), several to a program and several programs to a sample, so neither dispatch nor a copy
+donated and updated in place), many to a program and several programs to a sample, so neither dispatch nor a copy
 of a pool is in it. Beside it stand the bytes and operations that any implementation must spend (:mod:`spec`), the
 ceilings of the device, and the distance of output and pools from the float32 reference on the same arguments, computed
 in the same run.
@@ -12,9 +12,11 @@ in the same run.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import fnmatch
+import functools
 import json
 import os
 import shlex
@@ -28,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import pallas_kernels
 from pallas_kernels import registry
@@ -39,6 +42,10 @@ KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
 SLACK = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
 """May be added to twice the error of the reference in that dtype: four roundoffs, or for float32 (where
 its own error is nothing) a thousand, which another order of long sums explains."""
+
+_PROGRAM_S = 4e-3  # a timed program should take so long at the least: several times what its dispatch takes
+_SHORTEST_CALL_S = 5e-6  # an op is a launch or two
+_MOST_ROUNDS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,33 +117,51 @@ def _device_case(spec: Spec, seed: int) -> tuple[dict[str, jax.Array], dict[str,
     return {name: jnp.asarray(array) for name, array in case.arguments.items()}, case.options
 
 
-def _op(spec: Spec, implementation: str, options: dict[str, Any]) -> Callable[[dict], tuple[jax.Array, tuple]]:
-    """The op as a function of its arguments, returning (output, updated pools)."""
-    function = getattr(pallas_kernels, spec.op)
+def _op(
+    spec: Spec, implementation: str | registry.Implementation, options: dict[str, Any]
+) -> Callable[[dict], tuple[jax.Array, tuple]]:
+    """The op as a function of its arguments, returning (output, updated pools).
+
+    An implementation given itself instead of its name (one with settings of its own) need not be registered.
+    """
+    if isinstance(implementation, registry.Implementation):
+        function = jax.jit(functools.partial(implementation.function, **options))
+    else:
+        function = functools.partial(getattr(pallas_kernels, spec.op), **options, implementation=implementation)
 
     def run(arguments):
-        results = function(**arguments, **options, implementation=implementation)
+        results = function(**arguments)
         results = results if isinstance(results, tuple) else (results,)
         return results[0], results[len(results) - len(spec.pools) :]
 
     return run
 
 
-def chained(spec: Spec, implementation: str, options: dict[str, Any]):
+def chained(spec: Spec, implementation: str | registry.Implementation, options: dict[str, Any], rounds: int = 1):
     """A program of several calls in a row: ``(pools, inputs of each call) -> (output, pools)``; donate the pools.
 
     Each call has inputs of its own (else the compiler would merge what the calls have in common) and waits for the
     one before it: through the pools, or, where an op updates none, through its output, which stands for one of the next
-    one's arguments.
+    one's arguments. The calls are repeated ``rounds`` times in a loop of static length, which costs the host nothing:
+    a program so lasts longer than its dispatch. A barrier keeps what the calls share with the round before in the loop.
     """
     run = _op(spec, implementation, options)
 
-    def program(pools: tuple[jax.Array, ...], inputs: Sequence[dict[str, jax.Array]]):
-        out = None
+    def one_round(out, pools: tuple[jax.Array, ...], inputs: Sequence[dict[str, jax.Array]]):
         for arguments in inputs:
             if out is not None and not spec.pools:
                 arguments = arguments | {spec.chained: out}
             out, pools = run(arguments | dict(zip(spec.pools, pools, strict=True)))
+        return out, pools
+
+    def another(_, carry):
+        out, pools, inputs = lax.optimization_barrier(carry)
+        return (*one_round(out, pools, inputs), inputs)
+
+    def program(pools: tuple[jax.Array, ...], inputs: Sequence[dict[str, jax.Array]]):
+        out, pools = one_round(None, pools, inputs)
+        if rounds > 1:
+            out, pools, _ = lax.fori_loop(1, rounds, another, (out, pools, inputs))
         return out, pools
 
     return program
@@ -149,52 +174,121 @@ def separate_inputs(arguments: dict[str, jax.Array], calls: int) -> list[dict[st
     return [shared | jax.tree.map(jnp.copy, own) for _ in range(calls)]
 
 
-def measure(
-    spec: Spec, implementation: str = registry.AUTO, *, calls: int = 8, dispatches: int = 8, samples: int = 5
-) -> Measurement:
-    """Time one spec.
+def rounds_for(spec: Spec, calls: int, ceilings: Ceilings) -> int:
+    """Rounds that make a program last a few milliseconds, from what a call must take: its host time must not count."""
+    floor = max(
+        spec.compulsory_bytes() / ceilings.bytes_per_s,
+        spec.flops() / ceilings.flops_per_s if ceilings.flops_per_s else 0.0,
+        _SHORTEST_CALL_S,
+    )
+    return max(1, min(_MOST_ROUNDS, round(_PROGRAM_S / (floor * calls))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A spec with its data on the device and its programs compiled.
+
+    Attributes:
+        spec: the workload.
+        implementation: the name of what runs.
+        arguments: of a call, pools included.
+        timed: the chained program.
+        timed_inputs: its inputs, pools left out.
+        calls: that one run of it makes.
+        once: one call of the implementation.
+        reference: one call of the reference, in the spec's dtype.
+        exact: one call of the reference, on the same numbers in float32.
+    """
+
+    spec: Spec
+    implementation: str
+    arguments: dict[str, jax.Array]
+    timed: Callable
+    timed_inputs: list[dict[str, jax.Array]]
+    calls: int
+    once: Callable
+    reference: Callable
+    exact: Callable
+
+
+def prepare(
+    spec: Spec, implementation: str, *, calls: int, rounds: int, compiling: Callable[[Callable], Any] | None = None
+) -> Callable[[], Prepared]:
+    """Makes a spec's data and traces its programs; what is returned waits until they are compiled.
 
     Args:
         spec: the workload.
         implementation: "auto" or a name.
-        calls: calls a program.
+        calls: calls of a round.
+        rounds: of a program.
+        compiling: starts a function somewhere and returns a function that gives its result; None runs it at once.
+
+    Raises:
+        UnsupportedArguments: the implementation does not take the spec.
+    """
+    start = compiling or (lambda compile_it: functools.partial(lambda result: result, compile_it()))
+    arguments, options = _device_case(spec, seed=0)
+    chosen = registry.get_op(spec.op).select(implementation, arguments | options).name
+    pools = tuple(arguments[name] for name in spec.pools)
+    inputs = separate_inputs({name: array for name, array in arguments.items() if name not in spec.pools}, calls)
+    one = _op(spec, chosen, options)
+    yardstick = _op(spec, registry.REFERENCE, options)
+    programs = (
+        jax.jit(chained(spec, chosen, options, rounds), donate_argnums=0).lower(pools, inputs),
+        jax.jit(one).lower(arguments),
+        jax.jit(yardstick).lower(arguments),
+        jax.jit(yardstick).lower(jax.eval_shape(_in_float32, arguments)),
+    )
+    waiting = [start(program.compile) for program in programs]
+
+    def ready() -> Prepared:
+        timed, once, reference, exact = (wait() for wait in waiting)
+        return Prepared(spec, chosen, arguments, timed, inputs, calls * rounds, once, reference, exact)
+
+    return ready
+
+
+def measure(ready: Prepared, *, dispatches: int = 8, samples: int = 5) -> Measurement:
+    """Compare with the reference, then time.
+
+    Args:
+        ready: what to run; its pools are used up.
         dispatches: programs a sample.
         samples: samples; the median counts.
     """
-    arguments, options = _device_case(spec, seed=0)
-    checks = compare(spec, implementation, arguments, options)
-    chosen = registry.get_op(spec.op).select(implementation, arguments | options).name
-    pools = tuple(arguments.pop(name) for name in spec.pools)
-    inputs = separate_inputs(arguments, calls)
-    compiled = jax.jit(chained(spec, chosen, options), donate_argnums=0).lower(pools, inputs).compile()
-    out, pools = compiled(pools, inputs)
+    checks = compare(ready)
+    pools = tuple(ready.arguments.pop(name) for name in ready.spec.pools)
+    out, pools = ready.timed(pools, ready.timed_inputs)
     jax.block_until_ready(out)
     times = []
     for _ in range(samples):
         start = time.perf_counter()
         for _ in range(dispatches):
-            out, pools = compiled(pools, inputs)
+            out, pools = ready.timed(pools, ready.timed_inputs)
         jax.block_until_ready((out, pools))
-        times.append((time.perf_counter() - start) / (dispatches * calls))
+        times.append((time.perf_counter() - start) / (dispatches * ready.calls))
     middle = statistics.median(times)
-    return Measurement(spec, chosen, middle * 1e6, (max(times) - min(times)) / middle, checks)
+    spread = (max(times) - min(times)) / middle
+    return Measurement(ready.spec, ready.implementation, middle * 1e6, spread, checks)
 
 
-def compare(
-    spec: Spec, implementation: str, arguments: dict[str, jax.Array], options: dict[str, Any]
-) -> dict[str, Any]:
+def _in_float32(arguments: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {
+        name: array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
+        for name, array in arguments.items()
+    }
+
+
+def compare(ready: Prepared) -> dict[str, Any]:
     """Distance of the output and of the updated pools from the reference evaluated in float32 on the same numbers.
 
     An element is wrong when its error |got - want| / (|want| + rms(want)) exceeds twice the largest that the reference
     itself makes in the spec's dtype, plus :data:`SLACK`: what the dtype costs is measured, not guessed.
     """
-    in_float32 = {
-        name: array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
-        for name, array in arguments.items()
-    }
-    got, got_pools = jax.jit(_op(spec, implementation, options))(arguments)
-    own, own_pools = jax.jit(_op(spec, registry.REFERENCE, options))(arguments)
-    want, want_pools = jax.jit(_op(spec, registry.REFERENCE, options))(in_float32)
+    spec = ready.spec
+    got, got_pools = ready.once(ready.arguments)
+    own, own_pools = ready.reference(ready.arguments)
+    want, want_pools = ready.exact(_in_float32(ready.arguments))
     names = ("output", *spec.pools)
     errors, bars, wrong = {}, {}, []
     for name, one, yardstick, exact in zip(
@@ -276,6 +370,10 @@ def _commit() -> str:
     return head + ("+dirty" if changed else "")
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def table(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:
     """The measurements as text."""
     header = ("op", "spec", "implementation", "us", "spread", "TB/s", "TFLOP/s", "share", "rel. error")
@@ -308,7 +406,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny specs only, all of them unless --spec is given")
     parser.add_argument("--implementation", default=registry.AUTO)
     parser.add_argument("--dtype", default=None, help="activation dtype instead of the spec's")
-    parser.add_argument("--calls", type=int, default=8, help="calls a program")
+    parser.add_argument("--calls", type=int, default=8, help="calls of a round, each with inputs of its own")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="rounds a program; 0: so many that its dispatch is hidden"
+    )
     parser.add_argument("--dispatches", type=int, default=8, help="programs a sample")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="size of the copy that measures the memory")
@@ -324,17 +425,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if not chosen:
         parser.error(f"no spec matches --op={options.op} --spec={pattern}")
-    settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
     command = shlex.join(["python", "-m", "pallas_kernels.bench", *(sys.argv[1:] if argv is None else argv)])
     ceilings = measure_ceilings(options.copy_bytes)
+    settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
     measurements = []
-    for spec in chosen:
-        if options.dtype:
-            spec = dataclasses.replace(spec, dtype=options.dtype)
-        try:
-            measurements.append(measure(spec, options.implementation, **settings))
-        except registry.UnsupportedArguments as refusal:
-            print(f"{spec.op}/{spec.name}: not measured: {refusal}", file=sys.stderr)
+    # All is compiled before anything is timed: trying products on the device while another program is being timed
+    # would disturb it.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        waiting = []
+        for number, spec in enumerate(chosen, 1):
+            _say(f"tracing {number} of {len(chosen)}: {spec.op}/{spec.name}")
+            if options.dtype:
+                spec = dataclasses.replace(spec, dtype=options.dtype)
+            rounds = options.rounds or rounds_for(spec, options.calls, ceilings)
+            try:
+                waiting.append(
+                    prepare(
+                        spec,
+                        options.implementation,
+                        calls=options.calls,
+                        rounds=rounds,
+                        compiling=lambda compile_it: threads.submit(compile_it).result,
+                    )
+                )
+            except registry.UnsupportedArguments as refusal:
+                _say(f"{spec.op}/{spec.name}: not measured: {refusal}")
+        _say(f"compiling {4 * len(waiting)} programs")
+        prepared = [ready() for ready in waiting]
+    while prepared:
+        ready = prepared.pop(0)  # its data is freed with it
+        _say(f"timing {ready.spec.op}/{ready.spec.name}, {len(prepared)} to come")
+        measurements.append(measure(ready, dispatches=options.dispatches, samples=options.samples))
     print(f"{jax.devices()[0].device_kind}: copy {ceilings.measured_bytes_per_s / 1e12:.3f} TB/s in this run")
     print(table(measurements, ceilings))
     if options.output:

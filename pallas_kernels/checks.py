@@ -54,6 +54,19 @@ class ArgumentChecker:
                 )
         return self
 
+    def at_least(self, name: str, array, letter: str) -> ArgumentChecker:
+        """Check that an array is a vector of at least a dimension's size.
+
+        Raises:
+            ValueError: another rank, or a shorter one.
+        """
+        shape, (size, origin) = np.shape(array), self._sizes[letter]
+        if len(shape) != 1 or shape[0] < size:
+            raise ValueError(
+                f"{self._op}: {name} must be [{letter} or more], got shape {shape} ({letter} = {size} comes from {origin})"
+            )
+        return self
+
     def bind(self, letter: str, size: int, origin: str) -> ArgumentChecker:
         """Give a letter its size from an option."""
         self._sizes[letter] = (size, origin)

@@ -22,8 +22,10 @@ from jax import lax
 from jax.sharding import Sharding
 
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.layers.parameters import SmallParam
+from qwen35_jax.layers.parameters import HeadParam, SmallParam
 from qwen35_jax.model import Qwen35
+
+_ALIGNED_FLOATS = 64  # 256 bytes
 
 type FlatParams = tuple[jax.Array, ...]
 type ArrayLike = np.ndarray | jax.Array
@@ -119,11 +121,15 @@ class ParamPack:
             for leaf in self.leaves
         )
 
-    def unpack(self, flat: FlatParams) -> Qwen35:
+    def unpack(self, flat: FlatParams, *, in_place: bool = False) -> Qwen35:
         """Puts the module together again; meant for the inside of a trace, where a slice costs nothing.
+
+        On a GPU that is true of custom kernels only if a slice begins and ends at a multiple of 256 bytes; others are
+        copied, a launch each. ``in_place`` pads the stacked numbers of heads to such rows, a launch for all layers.
 
         Args:
             flat: the packed tuple.
+            in_place: hand out the numbers of heads (:class:`HeadParam`) with zeros behind them.
 
         Raises:
             ValueError: another number of arrays, or an array of another shape.
@@ -134,6 +140,9 @@ class ParamPack:
         for leaf, array in zip(self.leaves, flat, strict=True):
             if array.shape != leaf.spec.shape:
                 raise ValueError(f"{leaf.name}: shape {array.shape}, expected {leaf.spec.shape}")
+            if in_place and leaf.stacked and isinstance(self._variables[leaf.paths[0]], HeadParam):
+                # Behind a barrier, or XLA would pad every slice by itself.
+                array = lax.optimization_barrier(jnp.pad(array, ((0, 0), (0, -array.shape[1] % _ALIGNED_FLOATS))))
             for index, path in enumerate(leaf.paths):
                 value = lax.index_in_dim(array, index, keepdims=False) if leaf.stacked else array
                 variables[_keys(path)] = self._variables[path].replace(value)

@@ -290,7 +290,7 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
 
     def step(params, state: DeviceState, packed):
         with jax.named_scope("params"):
-            model = spec.pack.unpack(params)
+            model = spec.pack.unpack(params, in_place=True)
         fields = layout.unpack(packed)
         prefill = decode = None
         if with_prefill:

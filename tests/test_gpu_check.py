@@ -389,6 +389,15 @@ def answer(line, finish="length", tokens=None, code=None):
     return {"custom_id": line["custom_id"], "response": {"body": {"choices": [choice], "usage": usage}}, "error": None}
 
 
+def test_lines_that_should_run_can():
+    for line in job.job_lines(400, 1000, 256):
+        assert (
+            line["custom_id"].startswith("bad-")
+            or 1 <= line["max_tokens"]
+            and line.get("min_tokens", 0) <= line["max_tokens"]
+        )
+
+
 def test_the_faults_of_a_job_are_found():
     lines = job.job_lines(60, 1000, 256, {(1, 2): 3})
     assert len(lines) == 60 == len({line["custom_id"] for line in lines})
@@ -408,7 +417,7 @@ def test_the_faults_of_a_job_are_found():
             assert job.faults_of(lines, wrong) == {"bad lines with another end": 1}
         elif line["custom_id"].startswith("row-"):
             wrong[index] = answer(line, code="engine_error")
-            assert job.faults_of(lines, wrong) == {"failed: engine_error": 1}
+            assert job.faults_of(lines, wrong) == {"failed: engine_error: None": 1}
             wrong[index] = answer(line, tokens=line["max_tokens"] - 1)
             assert job.faults_of(lines, wrong) == {"answers of another length": 1}
             wrong[index] = answer(line, finish="stop")

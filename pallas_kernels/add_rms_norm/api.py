@@ -12,8 +12,7 @@ from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("add_rms_norm")
 OP.register(registry.REFERENCE, reference.add_rms_norm, priority=0)
-# By name only until it has passed the conformance suite on a GPU.
-OP.register("mosaic_sm90", mosaic_sm90.add_rms_norm, priority=-1, supports=mosaic_sm90.supports)
+OP.register("mosaic_sm90", mosaic_sm90.add_rms_norm, priority=20, supports=mosaic_sm90.supports)
 
 
 def add_rms_norm(

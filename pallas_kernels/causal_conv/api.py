@@ -13,8 +13,6 @@ from pallas_kernels.registry import Implementation
 OP = registry.define_op("causal_conv")
 OP.register(registry.REFERENCE, reference.causal_conv, priority=0)
 OP.register("mosaic_sm90", mosaic_sm90.causal_conv, priority=20, supports=mosaic_sm90.supports)
-# Reads the projection where it is. By name only until it has passed the conformance suite on a GPU.
-OP.register("mosaic_sm90_whole", mosaic_sm90.causal_conv_whole, priority=-1, supports=mosaic_sm90.supports)
 
 
 def causal_conv(

@@ -35,15 +35,10 @@ def supports(target, arguments) -> None:
 
 
 def causal_conv(
-    x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens, *, whole=False, interpret=False
+    x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens, *, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`pallas_kernels.causal_conv`. The pool is a reference to the kernel: updated in place.
-
-    Columns beside those of the convolution are left out with ``whole``, and cut off by XLA before without it.
-    """
+    """See :func:`pallas_kernels.causal_conv`. The pool is a reference to the kernel: updated in place."""
     num_tokens, channels = x.shape[0], weight.shape[1]
-    if not whole:
-        x = x[:, :channels]
     num_requests = slot_ids.shape[0]
     ends = jnp.append(cu_seqlens, jnp.int32(num_tokens))  # the pads: request R
     tiles = tile_work_list(ends, num_tokens)
@@ -65,11 +60,6 @@ def causal_conv(
     requests = (layer[None], slot_ids, has_state.astype(jnp.int32), cu_seqlens)
     [y] = kernel(x, weight, *work, *requests, conv_ref)
     return y, jax.freeze(conv_ref)
-
-
-def causal_conv_whole(*args, **kwargs) -> tuple[jax.Array, jax.Array]:
-    """The same with ``whole=True``."""
-    return causal_conv(*args, **kwargs, whole=True)
 
 
 def _kernel(

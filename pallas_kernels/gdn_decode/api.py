@@ -13,8 +13,6 @@ from pallas_kernels.registry import Implementation
 OP = registry.define_op("gdn_decode")
 OP.register(registry.REFERENCE, reference.gdn_decode, priority=0)
 OP.register("mosaic_sm90", mosaic_sm90.gdn_decode, priority=20, supports=mosaic_sm90.supports)
-# Reads the projection where it is. By name only until it has passed the conformance suite on a GPU.
-OP.register("mosaic_sm90_whole", mosaic_sm90.gdn_decode_whole, priority=-1, supports=mosaic_sm90.supports)
 
 
 def gdn_decode(
@@ -42,8 +40,8 @@ def gdn_decode(
         projected: [B, C + Hv Dv + 2 Hv], side by side: qkv before the convolution (C = 2 Hk Dk + Hv Dv), z [Hv Dv],
             b [Hv] and a [Hv].
         conv_weight: [4, C], tap 3 multiplies the current token; dtype of projected.
-        A_log: f32[Hv].
-        dt_bias: f32[Hv].
+        A_log: f32[Hv or more], whatever stands behind the heads' numbers.
+        dt_bias: f32[Hv or more].
         norm_weight: f32[Dv].
         conv_pool: [L, S, 3, C], dtype of projected. Slot 0 is the null slot.
         state_pool: [L, S, Hv, Dv, Dk], float32 or bfloat16.
@@ -72,8 +70,8 @@ def gdn_decode(
     check.bind("C", 2 * num_k_heads * head_k_dim + check["Hv"] * check["Dv"], "2 * Hk * Dk + Hv * Dv")
     check.bind("P", check["C"] + check["Hv"] * (check["Dv"] + 2), "C + Hv * Dv + 2 * Hv")
     check.shape("projected", projected, ("B", "P"))
-    check.shape("conv_weight", conv_weight, (4, "C")).shape("A_log", A_log, ("Hv",))
-    check.shape("dt_bias", dt_bias, ("Hv",)).shape("norm_weight", norm_weight, ("Dv",))
+    check.shape("conv_weight", conv_weight, (4, "C")).shape("norm_weight", norm_weight, ("Dv",))
+    check.at_least("A_log", A_log, "Hv").at_least("dt_bias", dt_bias, "Hv")
     check.shape("conv_pool", conv_pool, ("L", "S", 3, "C")).shape("slot_ids", slot_ids, ("B",))
     check.dtype("projected", projected, checks.ACTIVATION_DTYPES)
     check.same_dtype(projected=projected, conv_weight=conv_weight, conv_pool=conv_pool)

@@ -9,8 +9,8 @@ before them is in registers; the copy engine addresses the pool by (state matrix
 
 Padding rows write zeros to their output and touch nothing else, the null slot included.
 
-The layer's projection holds qkv, z, b and a side by side. ``gdn_decode`` lets XLA split it: four small kernels a layer.
-``gdn_decode_whole`` reads each part where it is.
+The layer's projection holds qkv, z, b and a side by side; each part is read where it is. (Cut out by XLA, they cost four
+small kernels a layer.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gdn_decode.reference import split_projected
 from pallas_kernels.gpu_support import require, require_nvidia
 from pallas_kernels.numerics import L2_EPSILON, silu
 
@@ -62,7 +61,6 @@ def gdn_decode(
     num_k_heads,
     head_k_dim,
     eps,
-    whole=False,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See :func:`pallas_kernels.gdn_decode`. The pools are references to the kernel: updated in place."""
@@ -70,14 +68,12 @@ def gdn_decode(
     num_v_heads = state_pool.shape[2]
     group = num_v_heads // num_k_heads
     conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
-    parts = (projected,) if whole else split_projected(projected, channels, num_v_heads)
-    firsts = (0, channels, channels + num_v_heads * DIM, channels + num_v_heads * (DIM + 1)) if whole else (0,) * 4
+    firsts = (0, channels, channels + num_v_heads * DIM, channels + num_v_heads * (DIM + 1))
 
-    def body(*refs):
-        inputs = refs[: len(parts)] * (4 if whole else 1)
+    def body(projected_ref, *refs):
         _kernel(
-            *zip(inputs, firsts, strict=True),
-            *refs[len(parts) :],
+            *((projected_ref, first) for first in firsts),
+            *refs,
             num_k_heads=num_k_heads,
             group=group,
             state_dtype=state_pool.dtype,
@@ -95,14 +91,9 @@ def gdn_decode(
         interpret=interpret,
         name="gdn_decode",
     )
-    operands = (*parts, conv_weight, A_log, dt_bias, norm_weight, layer[None], slot_ids)
+    operands = (projected, conv_weight, A_log, dt_bias, norm_weight, layer[None], slot_ids)
     [y] = kernel(*operands, conv_ref, state_ref)
     return y, jax.freeze(conv_ref), jax.freeze(state_ref)
-
-
-def gdn_decode_whole(*args, **kwargs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same with ``whole=True``."""
-    return gdn_decode(*args, **kwargs, whole=True)
 
 
 def _kernel(

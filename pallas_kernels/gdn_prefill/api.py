@@ -41,8 +41,8 @@ def gdn_prefill(
         qkv: [T, 2 Hk Dk + Hv Dv] packed q, k, v after convolution and SiLU.
         b: [T, Hv], dtype of qkv.
         a: [T, Hv], dtype of qkv.
-        A_log: f32[Hv].
-        dt_bias: f32[Hv].
+        A_log: f32[Hv or more], whatever stands behind the heads' numbers.
+        dt_bias: f32[Hv or more].
         state_pool: [L, S, Hv, Dv, Dk], float32 or bfloat16. Slot 0 is the null slot.
         layer: i32 scalar, which layer of the pool.
         slot_ids: i32[R], slot of each request.
@@ -69,7 +69,7 @@ def gdn_prefill(
     )
     check.bind("C", 2 * num_k_heads * head_k_dim + check["Hv"] * check["Dv"], "2 * Hk * Dk + Hv * Dv")
     check.shape("qkv", qkv, ("T", "C")).shape("b", b, ("T", "Hv")).shape("a", a, ("T", "Hv"))
-    check.shape("A_log", A_log, ("Hv",)).shape("dt_bias", dt_bias, ("Hv",))
+    check.at_least("A_log", A_log, "Hv").at_least("dt_bias", dt_bias, "Hv")
     check.shape("slot_ids", slot_ids, ("R",)).shape("has_state", has_state, ("R",))
     check.shape("cu_seqlens", cu_seqlens, (check["R"] + 1,))
     check.dtype("qkv", qkv, checks.ACTIVATION_DTYPES).same_dtype(qkv=qkv, b=b, a=a)

@@ -31,7 +31,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "GDN": ("gdn_decode", "gdn_prefill", "causal_conv", "gated_norm"),
     "attention": ("kv_write", "paged_decode_attention", "paged_prefill_attention"),
     "sampling": ("sampling", "admit"),
-    "glue": ("embed", "norm", "swiglu", "inputs", "params", "glue"),
+    "glue": ("embed", "norm", "add_rms_norm", "swiglu", "inputs", "params", "glue"),
     "copies": ("copy_h2d", "copy_d2h", "copy_d2d", "copy_p2p", "copy", "memset"),
     "other": ("other",),
 }

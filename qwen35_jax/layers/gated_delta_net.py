@@ -18,7 +18,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
 from qwen35_jax.layers.norm import gated_rms_norm
-from qwen35_jax.layers.parameters import SmallParam, matrix, vector
+from qwen35_jax.layers.parameters import HeadParam, SmallParam, matrix, vector
 from qwen35_jax.shapes import Activations, ConvPool, RecurrentState
 
 
@@ -41,8 +41,8 @@ class GatedDeltaNet(nnx.Module):
         in_dim = gdn.conv_dim + gdn.value_dim + 2 * gdn.num_v_heads
         self.in_proj = matrix(rngs, (config.hidden_size, in_dim), dtype)
         self.conv_weight = SmallParam(_initial_conv_weight(rngs, (gdn.conv_kernel, gdn.conv_dim), dtype))
-        self.A_log = SmallParam(_initial_a_log(rngs, gdn.num_v_heads))
-        self.dt_bias = vector(gdn.num_v_heads, 1.0)
+        self.A_log = HeadParam(_initial_a_log(rngs, gdn.num_v_heads))
+        self.dt_bias = HeadParam(jnp.ones((gdn.num_v_heads,), jnp.float32))
         self.norm = vector(gdn.head_v_dim, 1.0)
         self.out_proj = matrix(rngs, (gdn.value_dim, config.hidden_size), dtype)
 

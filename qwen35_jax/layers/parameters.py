@@ -16,6 +16,10 @@ class SmallParam(nnx.Param):
     """
 
 
+class HeadParam(SmallParam):
+    """A number a head. The ops take it with anything behind the heads' numbers, so that it can be handed out padded."""
+
+
 def matrix(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
     """A matrix of the model: normal with standard deviation 0.02, or zeros when no ``rngs`` is given."""
     if rngs is None:

@@ -64,7 +64,8 @@ def job_lines(
         index = len(lines)
         length = int(np.clip(rng.lognormal(4.5, 1.0), 1, longest))
         line = {"custom_id": f"row-{index}", "prompt_token_ids": rng.integers(0, num_valid, length).tolist()}
-        line |= options_of(index) | {"max_tokens": int(rng.integers(1, 65)), "ignore_eos": index % 2 == 0}
+        line |= options_of(index) | {"ignore_eos": index % 2 == 0}
+        line["max_tokens"] = int(rng.integers(line.get("min_tokens", 1), 65))
         lines.append(line)
     for line in wrong:  # among the others
         lines.insert(int(rng.integers(0, len(lines) + 1)), line)
@@ -89,7 +90,7 @@ def faults_of(lines: list[dict[str, Any]], records: list[dict[str, Any]]) -> dic
             found["bad lines with another end"] += code != BAD[what]
             continue
         if code is not None:
-            found[f"failed: {code}"] += 1
+            found[f"failed: {code}: {record['error'].get('message')}"] += 1
             continue
         body = record["response"]["body"]
         choice, tokens = body["choices"][0], body["usage"]["completion_tokens"]

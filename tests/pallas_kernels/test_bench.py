@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -9,7 +10,7 @@ import jax
 import pytest
 
 from pallas_kernels import bench
-from pallas_kernels.spec import tiny_specs_of
+from pallas_kernels.spec import specs_of, tiny_specs_of
 
 QUICK = ["--calls=2", "--dispatches=1", "--samples=2", "--copy-bytes=1048576"]
 
@@ -52,8 +53,8 @@ def test_calls_are_not_merged(op):
 def test_a_wrong_output_fails_the_run(monkeypatch, tmp_path):
     good = bench.compare
 
-    def spoiled(spec, implementation, arguments, options):
-        return good(spec, implementation, arguments, options) | {"first_mismatch": [3, 0]}
+    def spoiled(ready):
+        return good(ready) | {"first_mismatch": [3, 0]}
 
     monkeypatch.setattr(bench, "compare", spoiled)
     assert bench.main(["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK]) == 1
@@ -69,21 +70,35 @@ def test_no_spec_matches(capsys):
 def test_a_pool_is_compared_as_well(monkeypatch):
     """An implementation with the right output and a wrong state is wrong."""
     spec = tiny_specs_of("gdn_decode")["tiny1-rows5"]
-    arguments, options = bench._device_case(spec, 0)
-    assert bench.compare(spec, "reference", arguments, options)["first_mismatch"] is None
-    right = bench._op
+    arguments, _ = bench._device_case(spec, 0)
+    ready = bench.prepare(spec, "reference", calls=1, rounds=1)()
+    assert bench.compare(ready)["first_mismatch"] is None
 
-    def spoiled(spec, implementation, options):
-        def run(arguments):
-            out, (conv, state) = right(spec, "reference", options)(arguments)
-            if implementation == "spoiled":
-                state = state.at[0, arguments["slot_ids"][2], 1, 3, 5].add(0.5)
-            return out, (conv, state)
+    def spoiled(arguments):
+        out, (conv, state) = ready.once(arguments)
+        return out, (conv, state.at[0, arguments["slot_ids"][2], 1, 3, 5].add(0.5))
 
-        return run
-
-    monkeypatch.setattr(bench, "_op", spoiled)
-    found = bench.compare(spec, "spoiled", arguments, options)
+    found = bench.compare(dataclasses.replace(ready, once=spoiled))
     slot = int(arguments["slot_ids"][2])
     assert found["first_mismatch"] == ["state_pool", 0, slot, 1, 3, 5]
     assert found["errors"]["state_pool"] > found["bars"]["state_pool"]
+
+
+@pytest.mark.parametrize("op", ["paged_decode_attention", "gdn_decode"])
+def test_rounds_repeat_the_calls(op):
+    """A loop of rounds does what as many programs in a row do."""
+    spec = tiny_specs_of(op)["tiny1-rows5"]
+    arguments, options = bench._device_case(spec, 0)
+    pools = tuple(arguments.pop(name) for name in spec.pools)
+    inputs = bench.separate_inputs(arguments, 2)
+    out, after = jax.jit(bench.chained(spec, "reference", options, rounds=3))(pools, inputs)
+    want, want_after = jax.jit(bench.chained(spec, "reference", options, rounds=1))(pools, inputs * 3)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), (out, after), (want, want_after)))
+
+
+def test_rounds_fill_a_program():
+    ceilings = bench.Ceilings(4.26e12, 780e12, 0.0)
+    specs = {name: spec for op in ("gdn_decode", "paged_prefill_attention") for name, spec in specs_of(op).items()}
+    assert bench.rounds_for(specs["4b-1x16384"], 8, ceilings) == 1  # milliseconds a call
+    assert 1 < bench.rounds_for(specs["4b-rows256"], 8, ceilings) < bench.rounds_for(specs["4b-rows16"], 8, ceilings)
+    assert bench.rounds_for(specs["4b-rows1"], 8, ceilings) == 64

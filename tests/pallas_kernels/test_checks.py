@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +50,6 @@ def cases_of_wrong_shapes():
         ("gdn_prefill", "b", 0),
         ("gdn_prefill", "b", 1),
         ("gdn_prefill", "a", 1),
-        ("gdn_prefill", "A_log", 0),
-        ("gdn_prefill", "dt_bias", 0),
         ("gdn_prefill", "cu_seqlens", 0),
         ("gdn_decode", "projected", 0),
         ("gdn_decode", "projected", 1),
@@ -86,6 +86,18 @@ def test_wrong_shapes_are_named(op, name, change):
     assert message.startswith(f"{op}: ")
     # A size that two arguments disagree on may be reported at either; both are then named.
     assert name in message and str(wrong.shape) in message or "comes from" in message and name in message
+
+
+@pytest.mark.parametrize("op", ["gdn_prefill", "gdn_decode"])
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_numbers_of_heads_may_have_more_behind_them(op, name):
+    heads = case_of(op).arguments["state_pool"].shape[2]
+    trace(op, **{name: S((heads + 5,), jnp.float32)})
+    for shape in [(heads - 1,), (heads, 1)]:
+        with pytest.raises(
+            ValueError, match=rf"{op}: {name} must be \[Hv or more\], got shape {re.escape(str(shape))}"
+        ):
+            trace(op, **{name: S(shape, jnp.float32)})
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -204,7 +204,7 @@ def test_profile_of_a_cpu_says_that_there_is_no_device(tmp_path):
 
 # What every program has, and what it has beside.
 COMMON = {"in_proj", "out_proj", "qkv_proj", "o_proj", "gate_up", "down", "lm_head", "kv_write"}
-COMMON |= {"norm", "swiglu", "embed", "inputs", "sampling", "params"}
+COMMON |= {"norm", "add_rms_norm", "swiglu", "embed", "inputs", "sampling", "params"}
 PROGRAMS = {
     "decode": (Bucket(0, 0, 4, 2), COMMON | {"gdn_decode", "paged_decode_attention"}),
     "prefill": (

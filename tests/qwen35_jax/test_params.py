@@ -116,6 +116,21 @@ def test_random_parameters_are_made_and_packed_inside_jit():
     assert (values["layers.0.mixer.A_log"] >= 0).all() and values["layers.0.mixer.conv_weight"].std() > 0.1
 
 
+def test_numbers_of_heads_can_be_padded():
+    """On a GPU their rows are then handed to kernels in place."""
+    config = ModelConfig.preset("tiny-4b")
+    pack = ParamPack(config, dtype="float32")
+    flat = pack.pack(_model(config))
+    want, got = _values(pack.unpack(flat)), _values(jax.jit(lambda x: pack.unpack(x, in_place=True))(flat))
+    padded = set()
+    for path, value in want.items():
+        np.testing.assert_array_equal(got[path][tuple(map(slice, value.shape))], value, err_msg=path)
+        if got[path].shape != value.shape:
+            padded.add(path.split(".")[-1])
+            assert got[path].nbytes % 256 == 0 and not got[path][value.size :].any()
+    assert padded == {"A_log", "dt_bias"}
+
+
 def test_unpack_is_only_static_slices():
     pack = ParamPack(ModelConfig.preset("tiny-27b"))
 
