@@ -7,11 +7,12 @@ import functools
 import jax
 
 from pallas_kernels import checks, registry
-from pallas_kernels.gdn_decode import mosaic_sm90, reference
+from pallas_kernels.gdn_decode import mosaic_sm90, reference, triton
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("gdn_decode")
 OP.register(registry.REFERENCE, reference.gdn_decode, priority=0)
+OP.register("triton", triton.gdn_decode, priority=10, supports=triton.supports)
 OP.register("mosaic_sm90", mosaic_sm90.gdn_decode, priority=20, supports=mosaic_sm90.supports)
 
 

@@ -9,11 +9,13 @@ before them is in registers; the copy engine addresses the pool by (state matrix
 
 Padding rows write zeros to their output and touch nothing else, the null slot included.
 
-The layer's projection holds qkv, z, b and a side by side; each part is read where it is. (Cut out by XLA, they cost four
-small kernels a layer.)
+The layer's projection holds qkv, z, b and a side by side; each part is read where it is. (Cut out by XLA, they cost
+four small kernels a layer.)
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +23,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import tuned
 from pallas_kernels.gpu_support import require, require_nvidia
 from pallas_kernels.numerics import L2_EPSILON, silu
 
 DIM = 128  # Dk and Dv: a thread of the warpgroup for each channel of a head
-TILE = 64  # value dims of a tile
-STAGES = 2
 MAX_GROUP = 4  # value heads of a key head: the most that were ever tried; each keeps its inputs in registers
 
 _TILE_LAYOUT = plgpu.Layout.WGMMA
 _ROWS = plgpu.Layout.WGMMA.reduce(1)  # a vector over value dims, as a sum over key dims leaves it
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # a vector over key dims
 _CHANNELS = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)  # a channel a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What may be tuned.
+
+    Attributes:
+        values: value dims of a tile, a multiple of 64 (the layout's rows) that divides Dv.
+        stages: tiles in shared memory.
+    """
+
+    values: int = 64
+    stages: int = 2
+
+    def __post_init__(self):
+        if self.values not in (64, 128) or self.stages < 2:
+            raise ValueError(f"no tiling of this kernel: {self}")
+
+
+def tuning_key(arguments) -> tuned.Key:
+    """Shapes that tuned tilings are found by."""
+    pool, num_k_heads = arguments["state_pool"], arguments["num_k_heads"]
+    exact = {"group": pool.shape[2] // num_k_heads, "state_dtype": jnp.dtype(pool.dtype).name}
+    return exact, {"blocks": arguments["projected"].shape[0] * num_k_heads}
 
 
 def supports(target, arguments) -> None:
@@ -61,12 +86,16 @@ def gdn_decode(
     num_k_heads,
     head_k_dim,
     eps,
+    tiling: Tiling | None = None,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See :func:`pallas_kernels.gdn_decode`. The pools are references to the kernel: updated in place."""
     rows, channels = projected.shape[0], conv_weight.shape[1]
     num_v_heads = state_pool.shape[2]
     group = num_v_heads // num_k_heads
+    if tiling is None:
+        key = tuning_key({"state_pool": state_pool, "num_k_heads": num_k_heads, "projected": projected})
+        tiling = tuned.settings(Tiling(), "gdn_decode", "mosaic_sm90", key)
     conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
     firsts = (0, channels, channels + num_v_heads * DIM, channels + num_v_heads * (DIM + 1))
 
@@ -78,6 +107,7 @@ def gdn_decode(
             group=group,
             state_dtype=state_pool.dtype,
             eps=eps,
+            tiling=tiling,
         )
 
     kernel = pl.kernel(
@@ -115,7 +145,12 @@ def _kernel(
     group: int,
     state_dtype,
     eps: float,
+    tiling: Tiling,
 ):
+    tile_dims = tiling.values
+    a_head = DIM // tile_dims  # tiles of a value head
+    tiles = group * a_head
+    stages = min(tiling.stages, tiles)
     key_head, row = lax.axis_index("key_head"), lax.axis_index("row")
     layer, slot = layer_ref[0], slot_ids_ref[row]
     first_head = key_head * group
@@ -127,12 +162,9 @@ def _kernel(
             y_ref[row, channels] = plgpu.layout_cast(jnp.zeros((DIM,), y_ref.dtype), _CHANNELS)
 
     def live(tiles_ref, loaded, query_ref, key_ref, values_ref, gates_ref, outs_ref):
-        tiles = group * (DIM // TILE)
-        stages = min(STAGES, tiles)
-
         def in_pool(tile):
-            member, half = tile // (DIM // TILE), lax.rem(tile, DIM // TILE)
-            return state_ref.at[layer, slot, first_head + member, pl.ds(half * TILE, TILE)]
+            member, part = tile // a_head, lax.rem(tile, a_head)
+            return state_ref.at[layer, slot, first_head + member, pl.ds(part * tile_dims, tile_dims)]
 
         def fetch(tile, stage):
             plgpu.copy_gmem_to_smem(in_pool(tile), tiles_ref.at[stage], loaded.at[stage])
@@ -169,17 +201,17 @@ def _kernel(
         @pl.loop(0, tiles)
         def _(tile):
             stage = lax.rem(tile, stages)
-            member, half = tile // (DIM // TILE), lax.rem(tile, DIM // TILE)
-            value_dims = pl.ds(half * TILE, TILE)
+            member, part = tile // a_head, lax.rem(tile, a_head)
+            value_dims = pl.ds(part * tile_dims, tile_dims)
             beta, kept = gates_ref[2 * member], gates_ref[2 * member + 1]
-            query = lax.broadcast_in_dim(plgpu.load(query_ref, layout=_COLUMNS), (TILE, DIM), [1])
-            key = lax.broadcast_in_dim(plgpu.load(key_ref, layout=_COLUMNS), (TILE, DIM), [1])
+            query = lax.broadcast_in_dim(plgpu.load(query_ref, layout=_COLUMNS), (tile_dims, DIM), [1])
+            key = lax.broadcast_in_dim(plgpu.load(key_ref, layout=_COLUMNS), (tile_dims, DIM), [1])
             value = plgpu.load(values_ref.at[member, value_dims], layout=_ROWS)
 
             plgpu.barrier_wait(loaded.at[stage])
             state = plgpu.load(tiles_ref.at[stage], layout=_TILE_LAYOUT).astype(jnp.float32) * kept
             delta = beta * (value - jnp.sum(state * key, axis=1))
-            state = state + lax.broadcast_in_dim(delta, (TILE, DIM), [0]) * key
+            state = state + lax.broadcast_in_dim(delta, (tile_dims, DIM), [0]) * key
             outs_ref[member, value_dims] = jnp.sum(state * query, axis=1)
             tiles_ref[stage] = state.astype(state_dtype)
             plgpu.commit_smem()
@@ -207,8 +239,8 @@ def _kernel(
         )
         pl.run_scoped(
             live,
-            plgpu.SMEM((STAGES, TILE, DIM), state_dtype, transforms=swizzled),
-            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.SMEM((stages, tile_dims, DIM), state_dtype, transforms=swizzled),
+            plgpu.Barrier(num_barriers=stages),
             plgpu.SMEM((DIM,), jnp.float32),
             plgpu.SMEM((DIM,), jnp.float32),
             plgpu.SMEM((group, DIM), jnp.float32),

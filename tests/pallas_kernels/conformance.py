@@ -67,6 +67,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     # The Mosaic kernels are held to the bars of the references.
     ("causal_conv", "mosaic_sm90"): Tolerance(exact=1e-6, roundoffs=4),
     ("gdn_decode", "mosaic_sm90"): Tolerance(exact=1e-5, roundoffs=4),
+    ("gdn_decode", "triton"): Tolerance(exact=1e-5, roundoffs=4),
     # For bfloat16 activations the states and what multiplies them are carried as two bfloat16 numbers, 16 bits of
     # mantissa (3e-5 seen on random inputs, 1.4e-4 where all keys are equal); for all others as three (2e-6 seen).
     ("gdn_prefill", "triton"): Tolerance(exact=1e-5, roundoffs=2, from_bfloat16=3e-4),

@@ -102,3 +102,16 @@ def test_rounds_fill_a_program():
     assert bench.rounds_for(specs["4b-1x16384"], 8, ceilings) == 1  # milliseconds a call
     assert 1 < bench.rounds_for(specs["4b-rows256"], 8, ceilings) < bench.rounds_for(specs["4b-rows16"], 8, ceilings)
     assert bench.rounds_for(specs["4b-rows1"], 8, ceilings) == 64
+
+
+def test_the_null_slot_does_not_count():
+    """Contents of the null slot are unspecified: the reference moves its tail on, kernels need not."""
+    spec = tiny_specs_of("gdn_decode")["tiny1-rows5"]
+    ready = bench.prepare(spec, "reference", calls=1, rounds=1)()
+    assert not ready.arguments["slot_ids"].all(), "no padding row"
+
+    def other(arguments):
+        out, (conv, state) = ready.reference(arguments)
+        return out, (conv.at[:, 0].set(7), state)
+
+    assert bench.compare(dataclasses.replace(ready, once=other))["first_mismatch"] is None

@@ -73,7 +73,7 @@ def test_decays_in_bfloat16(implementation, decay, state_dtype):
 
 def gate_columns(case):
     """Columns of b and of a in the projection."""
-    heads, width = case.arguments["A_log"].size, case.arguments["projected"].shape[1]
+    heads, width = case.arguments["state_pool"].shape[2], case.arguments["projected"].shape[1]
     return slice(width - 2 * heads, width - heads), slice(width - heads, width)
 
 

@@ -42,12 +42,12 @@ def mosaic_implementations(op: str) -> list[str]:
     return [name for name in registry.get_op(op).implementations if name.startswith("mosaic")]
 
 
-def raced(spec: Spec, name: str) -> tuple[bool, str]:
+def raced(spec: Spec, name: str, **settings) -> tuple[bool, str]:
     """Whether the interpreter found a race, and what it printed or raised."""
     case = host(spec.case(1))
     function = registry.get_op(spec.op).implementations[name].function
     params = plgpu.InterpretGPUParams(detect_races=True)
-    program = jax.jit(lambda arguments: function(**arguments, **case.options, interpret=params))
+    program = jax.jit(lambda arguments: function(**arguments, **case.options, **settings, interpret=params))
     printed = io.StringIO()
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     try:
@@ -67,6 +67,13 @@ def raced(spec: Spec, name: str) -> tuple[bool, str]:
 )
 def test_no_race(spec, name):
     found, printed = raced(spec, name)
+    assert not found and not printed, printed[:2000]
+
+
+@pytest.mark.parametrize("tiling", [{"stages": 3}, {"stages": 4}, {"values": 128}], ids=str)
+def test_no_race_in_other_tilings(tiling):
+    """Six tiles of 64 value dims, or three of 128: every stage is refilled."""
+    found, printed = raced(DECODE, "mosaic_sm90", tiling=mosaic_sm90.Tiling(**tiling))
     assert not found and not printed, printed[:2000]
 
 

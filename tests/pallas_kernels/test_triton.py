@@ -78,10 +78,11 @@ def test_the_chained_prefill_lowers():
     assert "__gpu$xla.gpu.triton" in lowered_for_h200(distinct("paged_prefill_attention")[0], "triton_chained")
 
 
-def test_auto_chooses_these_kernels_on_an_h200():
+def test_what_auto_chooses_on_an_h200():
     for op in OPS:
         arguments, options = abstract(distinct(op)[0])
-        assert get_op(op).select("auto", arguments | options, target=H200).name == NAME
+        chosen = get_op(op).select("auto", arguments | options, target=H200).name
+        assert chosen == ("mosaic_sm90" if op == "paged_prefill_attention" else NAME)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -137,6 +138,7 @@ def test_shares_fill_the_gpu_and_stay_within_the_table():
     assert num_shares(1, 4, 3) == 2  # no share below two pages
     assert num_shares(64, 4, 512) == 3
     assert num_shares(256, 4, 512) == 1
+    assert num_shares(64, 4, 512, programs=1056) == 5
 
 
 def test_declines_what_it_cannot_run():
@@ -154,8 +156,9 @@ def test_declines_what_it_cannot_run():
             supports(H200, arguments | {"kv_pool": jax.ShapeDtypeStruct((1, 4, 2, 1, 32, 256), jnp.bfloat16)})
         with pytest.raises(UnsupportedArguments, match="needs an NVIDIA GPU"):
             supports(Target("cpu", "cpu"), arguments)
-        with pytest.raises(UnsupportedArguments, match="needs compute capability 9.0, the device has 8.0"):
-            supports(Target("gpu", "NVIDIA A100", "8.0"), arguments)
+        least, old = ("8.0", "7.5") if supports is decode else ("9.0", "8.0")
+        with pytest.raises(UnsupportedArguments, match=f"needs compute capability {least}, the device has {old}"):
+            supports(Target("gpu", "NVIDIA", old), arguments)
         with pytest.raises(UnsupportedArguments, match="is for devices before 10.0, this one has 12.0"):
             supports(Target("gpu", "NVIDIA GeForce RTX 5090", "12.0"), arguments)
     with pytest.raises(UnsupportedArguments, match="takes up to 16 query heads a key head, not 32 over 1"):

@@ -1,0 +1,38 @@
+"""What ``pallas_kernels.tune`` may try."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.gdn_decode import mosaic_sm90, triton
+from pallas_kernels.tuned import Tunable
+
+SHARED_BYTES = 220 * 1024  # of a block on Hopper, less what is small
+
+
+def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
+    """Whether the stages fit into shared memory, and each has a tile (more stages than tiles change nothing)."""
+    pool = arguments["state_pool"]
+    tiles = pool.shape[2] // arguments["num_k_heads"] * (mosaic_sm90.DIM // tiling.values)
+    stage = tiling.values * mosaic_sm90.DIM * jnp.dtype(pool.dtype).itemsize
+    return tiling.stages <= max(tiles, 2) and tiling.stages * stage <= SHARED_BYTES
+
+
+TUNABLES = (
+    Tunable(
+        "gdn_decode",
+        "mosaic_sm90",
+        default=lambda arguments: mosaic_sm90.Tiling(),
+        key=mosaic_sm90.tuning_key,
+        steps=({"values": (64, 128), "stages": (2, 3, 4)},),
+        possible=_fits,
+    ),
+    Tunable(
+        "gdn_decode",
+        "triton",
+        default=lambda arguments: triton.default_tiling(arguments["state_pool"].shape[3]),
+        key=triton.tuning_key,
+        steps=({"values": (32, 64, 128), "warps": (4, 8)},),
+        possible=lambda tiling, arguments: arguments["state_pool"].shape[3] % tiling.values == 0,
+    ),
+)
