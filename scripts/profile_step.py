@@ -4,8 +4,9 @@
 
 Random weights are made on the device, and of the engine's programs only those are compiled that the steps need. Each
 step is timed without the profiler, then run under it: a table gives the kernels' time by part of the model, the time in
-which nothing ran (the measured step less its kernels), and the floor. One record a step goes to --results: cells
-``decode/<size>/rows<N>`` and ``prefill/<size>/<tokens>`` (prompts of 1024 tokens; others have a suffix).
+which nothing ran (the measured step less its kernels), the launches a layer, and the floor. One record a step goes to
+--results: cells ``decode/<size>/rows<N>`` and ``prefill/<size>/<tokens>`` (prompts of 1024 tokens; others have a
+suffix).
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import numpy as np
 
 from qwen35_jax import runtime
 from qwen35_jax.bench import cells, floors, steps
-from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, part_of
+from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, launches_of, part_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
 from qwen35_jax.bench.records import Record, append_records, make_record
 from qwen35_jax.bench.steps import StepCheck, StepLoad, StepTime
@@ -78,6 +79,7 @@ class Measured:
         floor_ms: None on another device than the one whose ceilings are known.
         trace: under the profiler; None when that was not wanted.
         traced: steps in the trace.
+        layer_types: of the model.
     """
 
     cell: str
@@ -88,6 +90,7 @@ class Measured:
     floor_ms: float | None
     trace: DeviceTrace | None = None
     traced: int = 0
+    layer_types: tuple[str, ...] = ()
 
     @property
     def parts(self) -> dict[str, tuple[float, float, tuple[tuple[str, float], ...]]]:
@@ -102,6 +105,14 @@ class Measured:
             )
             for part, time in self.trace.by_part().items()
         }
+
+    @property
+    def launches(self) -> Launches | None:
+        """Launches by kind of layer; None without a trace, or where the trace does not tell."""
+        if self.trace is None:
+            return None
+        kind = "decode" if self.load.context else "prefill"
+        return launches_of(self.trace.events, kind, self.layer_types, self.traced)
 
     @property
     def busy_ms(self) -> float | None:
@@ -208,7 +219,8 @@ def measure(
             floor = floors.decode_step_floor_s(model, cell.rows, context, state_dtype=engine.config.state_dtype)
         else:
             floor = floors.prefill_floor_s(model, load.tokens)
-    return Measured(cell.name, load, time, check, solo, None if floor is None else floor * 1e3)
+    floor_ms = None if floor is None else floor * 1e3
+    return Measured(cell.name, load, time, check, solo, floor_ms, layer_types=tuple(model.layer_types))
 
 
 def profiled(engine: Engine, step: Measured, number: int, directory: pathlib.Path | None) -> Measured:
@@ -271,6 +283,8 @@ def record_of(engine: Engine, measured: Measured, others: Sequence[Measured], va
             "kernels": sum(kernels for _, kernels, _ in measured.parts.values()),
             "parts": {part: ms for part, (ms, _, _) in measured.parts.items()},
         }
+        if measured.launches is not None:
+            metrics["launches"] = dataclasses.asdict(measured.launches)
     settings = {
         "program": str(load.key),
         "variant": variant,
@@ -305,6 +319,11 @@ def table(measured: Measured, top: int) -> str:
     for part, group, ms, kernels in [*rows, ("idle (step - kernels)", "", measured.idle_ms, None)]:
         count = "" if kernels is None else f"{kernels:.1f}"
         lines.append(f"  {part:<26} {group:<10} {ms:>9.3f} {ms / time.step_ms:>7.1%} {count:>8}")
+    if (launches := measured.launches) is not None:
+        lines.append(
+            f"  launches: {launches.gdn_layer:.1f} a GDN layer, {launches.attention_layer:.1f} an attention layer, "
+            f"{launches.other:.1f} outside of layers"
+        )
     overlapped = sum(ms for _, _, ms, _ in rows) - measured.busy_ms
     if overlapped > 0.01 * measured.busy_ms:
         lines.append(f"  kernels ran beside each other for {overlapped:.3f} ms, which the parts count twice")

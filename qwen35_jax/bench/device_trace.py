@@ -21,7 +21,7 @@ import pathlib
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -177,6 +177,72 @@ def part_of(event: DeviceEvent) -> str:
     if _GEMM_NAMES.search(event.name):
         return "gemm"
     return "glue" if event.scope else "other"
+
+
+ANCHORS: Mapping[str, Mapping[str, str]] = {
+    "decode": {"linear_attention": "gdn_decode", "full_attention": "kv_write"},
+    "prefill": {"linear_attention": "causal_conv", "full_attention": "kv_write"},
+}
+"""By kind of step and of layer, the op that launches exactly one kernel of its name in every layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """Kernels and copies of one step.
+
+    Attributes:
+        gdn_layer: of a linear-attention layer, its MLP included.
+        attention_layer: of a full-attention layer, its MLP included.
+        other: outside of layers: copies of the host's fields, embedding, head, sampling.
+    """
+
+    gdn_layer: float
+    attention_layer: float
+    other: float
+
+
+def launches_of(events: Sequence[DeviceEvent], kind: str, layer_types: Sequence[str], steps: int) -> Launches | None:
+    """Launches a layer, from the order of the kernels.
+
+    Scopes cannot tell: XLA gives layers that are alike one kernel, which bears the scope of the first, and products of
+    a library bear none. But in every layer one kernel has the name of its mixer's op (:data:`ANCHORS`). From one to the
+    next there is the end of a layer and the start of another. Between two linear layers that is the number of a linear
+    layer; from a linear one over a full one to the next linear one it is the number of both.
+
+    Args:
+        events: by start, of one stream of work.
+        kind: "decode" or "prefill".
+        layer_types: of the model.
+        steps: steps in the trace.
+
+    Returns:
+        Means over the steps; None where the kernels are not those of the layers one after the other (other
+        implementations of these ops), or where no two neighbours of a kind are there.
+    """
+    anchors = [
+        (position, layer_type)
+        for position, event in enumerate(events)
+        for layer_type, op in ANCHORS[kind].items()
+        if op in event.name and part_of(event) == op
+    ]
+    if not steps or [layer_type for _, layer_type in anchors] != list(layer_types) * steps:
+        return None
+    periods: dict[tuple[str, str], list[int]] = {}
+    for number in range(len(anchors) - 1):
+        if (number + 1) % len(layer_types):  # from the last layer to the next step's first there is more than layers
+            (here, before), (there, after) = anchors[number : number + 2]
+            periods.setdefault((before, after), []).append(there - here)
+    linear, full = ANCHORS[kind]
+    try:
+        alike, into, out = (
+            sum(periods[pair]) / len(periods[pair]) for pair in ((linear, linear), (linear, full), (full, linear))
+        )
+    except KeyError:
+        return None
+    number_full = list(layer_types).count(full)
+    both = into + out - alike
+    inside = (len(layer_types) - number_full) * alike + number_full * both
+    return Launches(alike, both, len(events) / steps - inside)
 
 
 def scopes_of(hlo_text: str) -> dict[str, str]:

@@ -296,6 +296,22 @@ def test_script_writes_records_tables_and_a_picture(monkeypatch, tmp_path, capsy
     assert "gate_up\tjit(step)" in (traces / "decode-tiny-4b-rows1.tsv").read_text()
 
 
+def test_launches_are_printed_and_recorded(engine):
+    kinds = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
+    names = {"linear_attention": "gdn_decode", "full_attention": "kv_write"}
+    order = [name for kind in kinds for name in ("nvjet", names[kind], "nvjet")] + ["nvjet"] * 5
+    events = tuple(DeviceEvent(name, "", "", 10 * number, 5) for number, name in enumerate(order))
+    load = steps.decode_load(engine, 2, 10)
+    time, check = steps.StepTime(1.0, 0.1, 0.0, 1, 1), steps.check_step(engine, load)
+    step = profile_step.Measured("decode/4b/rows2", load, time, check, None, None, DeviceTrace(events), 1, kinds)
+    assert "launches: 3.0 a GDN layer, 3.0 an attention layer, 5.0 outside of layers" in profile_step.table(step, 1)
+    record = profile_step.record_of(engine, step, [step], "greedy")
+    assert record.metrics["launches"] == {"gdn_layer": 3, "attention_layer": 3, "other": 5}
+    unknown = dataclasses.replace(step, layer_types=kinds[:2])
+    assert "launches" not in profile_step.table(unknown, 1)
+    assert "launches" not in profile_step.record_of(engine, unknown, [unknown], "greedy").metrics
+
+
 def test_rows_that_fail_are_a_mismatch(engine):
     load = steps.decode_load(engine, 2, 10)
     check = dataclasses.replace(steps.check_step(engine, load), finite=1)

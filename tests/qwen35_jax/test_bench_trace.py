@@ -14,6 +14,8 @@ from qwen35_jax.bench.device_trace import (
     PARTS,
     DeviceEvent,
     DeviceTrace,
+    Launches,
+    launches_of,
     part_of,
     profile,
     read_profile,
@@ -212,6 +214,42 @@ PROGRAMS = {
         COMMON | {"admit", "causal_conv", "gdn_prefill", "gated_norm", "paged_prefill_attention"},
     ),
 }
+
+
+def step_of(layer_types, *, linear: tuple[int, int], full: tuple[int, int], outside: tuple[int, int], kind="decode"):
+    """Names of a step's kernels: so many before and after the mixer's own kernel, before and after all layers."""
+    own = {"linear_attention": "gdn_decode" if kind == "decode" else "causal_conv", "full_attention": "kv_write"}
+    names = ["memcpy32_post"] * outside[0]
+    for layer_type in layer_types:
+        before, after = linear if layer_type == "linear_attention" else full
+        names += ["nvjet"] * before + [f"{own[layer_type]}_mosaic_gpu_kernel"] + ["loop_add_fusion"] * after
+    return names + ["nvjet"] * outside[1]
+
+
+def in_order(names):
+    return [DeviceEvent(name, "", "", 10 * number, 5) for number, name in enumerate(names)]
+
+
+LAYERS = ("linear_attention", "linear_attention", "linear_attention", "full_attention") * 2
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_launches_a_layer(kind):
+    """Of each kind of layer, whatever share of them stands before the mixer's kernel; several steps in the trace."""
+    step = step_of(LAYERS, linear=(2, 6), full=(3, 8), outside=(5, 4), kind=kind)
+    assert launches_of(in_order(step * 3), kind, LAYERS, 3) == Launches(9, 12, 9)
+    first = step_of(LAYERS, linear=(2, 7), full=(3, 8), outside=(5, 4), kind=kind)
+    assert launches_of(in_order(first + step), kind, LAYERS, 2).gdn_layer == 9.5, "a mean over the steps"
+
+
+def test_launches_that_the_order_does_not_tell():
+    step = step_of(LAYERS, linear=(2, 6), full=(3, 8), outside=(5, 4))
+    assert launches_of(in_order(step), "decode", LAYERS, 2) is None, "another number of steps"
+    assert launches_of(in_order(step[:-20]), "decode", LAYERS, 1) is None, "a layer is missing"
+    assert launches_of(in_order(["loop_fusion"] * 9), "decode", LAYERS, 1) is None, "other implementations"
+    short = step_of(LAYERS[:4], linear=(2, 6), full=(3, 8), outside=(5, 4))
+    assert launches_of(in_order(short), "decode", LAYERS[:4], 1) is None, "no linear layer after the full one"
+    assert launches_of([], "decode", LAYERS, 0) is None
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
