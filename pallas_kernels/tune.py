@@ -251,7 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     ceilings = bench.measure_ceilings(1 << (20 if options.tiny else 28))
     device, commit, failed = jax.devices()[0].device_kind, bench._commit(), False
-    found: dict[str, list[Entry]] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         for tunable, spec in chosen:
             name = f"{spec.op}/{tunable.implementation}/{spec.name}"
@@ -278,12 +277,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 dataclasses.asdict(best),
                 {"spec": spec.name, "commit": commit},
             )
-            found.setdefault(spec.op, []).append(entry)
-    for op, entries in found.items():
-        path = pathlib.Path(options.directory) / op / "tuned.json" if options.directory else tuned.path_of(op)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, merged(tuned.read(path), entries))
-        print(f"{op}: {len(entries)} entries written to {path.name}")
+            # At once: a run that is cut short keeps what it has found.
+            path = (
+                pathlib.Path(options.directory, spec.op, "tuned.json") if options.directory else tuned.path_of(spec.op)
+            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, merged(tuned.read(path), [entry]))
     return 1 if failed else 0
 
 

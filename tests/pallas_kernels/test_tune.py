@@ -108,7 +108,7 @@ def test_a_run_on_a_small_workload(op, tmp_path, capsys, monkeypatch):
     assert entry.device == jax.devices()[0].device_kind and entry.measured["spec"] == "tiny1-rows5"
     assert entry.use.keys() == {field.name for field in dataclasses.fields(few[0].default(arguments_of(op)))}
     printed = capsys.readouterr().out
-    assert "<- default" in printed and "1 entries written" in printed and "out:" not in printed
+    assert "<- default" in printed and "out:" not in printed
 
 
 def arguments_of(op):
