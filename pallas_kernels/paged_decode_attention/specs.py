@@ -81,6 +81,7 @@ REAL_SPECS = tuple(
     for model in REAL_MODELS.values()
     for name, kv_lens in (
         ("1x1k", (1024,)),
+        ("16x1k", (1024,) * 16),
         ("64x1k", (1024,) * 64),
         ("256x1k", (1024,) * 256),
         ("8x32k", (32768,) * 8),

@@ -13,7 +13,7 @@ TUNABLES = (
         key=triton.tuning_key,
         steps=(
             {"keys": (32, 64), "warps": (2, 4, 8), "stages": (2, 3)},
-            {"programs": (264, 396, 528, 792, 1056)},
+            {"programs": (128, 256, 384, 528, 792, 1056)},
         ),
     ),
 )
