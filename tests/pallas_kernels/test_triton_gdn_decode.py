@@ -131,3 +131,27 @@ def test_declines_what_it_cannot_run():
 def test_a_tiling_that_cannot_be_is_refused(settings):
     with pytest.raises(ValueError, match="no tiling of this kernel"):
         Tiling(**settings)
+
+
+@pytest.mark.gpu
+def test_pools_past_two_gigaelements():
+    """The last slots of a state pool whose offsets do not fit 32 bits; its neighbours stay as they are."""
+    model = REAL_MODELS["4b"]
+    spec = GdnDecodeSpec(name="", model=model, num_rows=2, num_slots=4)
+    slots = 2**31 // (model.value_dim * model.head_k_dim) + 4
+    case = host(spec.case(1))
+    *want, _ = oracle.gdn_decode(**case.arguments, **case.options)
+    pools = {
+        name: jnp.zeros((1, slots, *case.arguments[name].shape[2:]), case.arguments[name].dtype)
+        .at[:, -4:]
+        .set(case.arguments[name])
+        for name in spec.pools
+    }
+    rest = {name: array for name, array in case.arguments.items() if name not in pools}
+    rest["slot_ids"] = (slots - 4 + case.arguments["slot_ids"]).astype(np.int32)
+    run = functools.partial(pallas_kernels.gdn_decode, **case.options, implementation="triton")
+    got = jax.jit(lambda pools, rest: run(**pools, **rest), donate_argnums=0)(pools, rest)
+    assert worst_error(got[0], want[0]) < tolerance("gdn_decode", "triton", spec.dtype)
+    for new, expected in zip(got[1:], want[1:], strict=True):
+        assert worst_error(new[:, -4:], expected) < 2**-7
+        assert not new[:, :-4].any()
