@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,11 @@ import numpy as np
 from qwen35_jax import loading
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine import Engine, EngineOutput, TokenLogprob
+from qwen35_jax.params import FlatParams
 from qwen35_jax.prefill_device import PrefillDevice
 from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.sampling_params import SamplingParams
+from qwen35_jax.steps import VARIANTS
 from qwen35_jax.transfer import transfer_widths
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler
@@ -55,11 +59,33 @@ class Job:
     params: SamplingParams
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as engines take it.
+
+    Attributes:
+        config: its numbers.
+        load: (device, dtype) -> flat parameters.
+        eos_ids: ids that end an output.
+        num_valid: ids below it are real.
+        variants: of the sampler that its programs are compiled in.
+    """
+
+    config: ModelConfig
+    load: Callable[[jax.Device, jnp.dtype], FlatParams]
+    eos_ids: Sequence[int]
+    num_valid: int
+    variants: Sequence[str] = VARIANTS
+
+
+TINY = Model(MODEL, lambda device, dtype: _params(device), EOS, NUM_VALID)
+
+
 class Kit:
     """The programs of one configuration; :meth:`engine` makes a fresh engine from them in no time."""
 
-    def __init__(self, options: EngineConfig, ladder: dict[str, Sequence[int]]):
-        self.options = options.validate()
+    def __init__(self, options: EngineConfig, ladder: Mapping[str, Sequence[int]], model: Model = TINY):
+        self.options, self.model = options.validate(), model
         ladder_of = functools.partial(
             BucketLadder.from_limits,
             max_num_seqs=options.max_num_seqs,
@@ -68,14 +94,15 @@ class Kit:
             unified=options.decode_overlap == "stream",
             **ladder,
         )
-        first = loading.build_engine(
-            self.options,
-            MODEL,
-            lambda device, dtype: _params(device),
-            eos_ids=EOS,
-            num_valid=NUM_VALID,
-            ladder=ladder_of(),
-        )
+        with mock.patch.object(loading, "VARIANTS", model.variants):
+            first = loading.build_engine(
+                self.options,
+                model.config,
+                model.load,
+                eos_ids=model.eos_ids,
+                num_valid=model.num_valid,
+                ladder=ladder_of(),
+            )
         self.ladder = first.scheduler.ladder
         self.limits = first.scheduler.config
         self.start_report = first.start_report
@@ -83,6 +110,10 @@ class Kit:
         other = first.prefill_device
         self.other: ProgramSet | None = other.programs if other else None
         first.close()
+        self.dispatched: collections.Counter[str] = collections.Counter()
+        count_dispatches(self.programs, self.dispatched)
+        if self.other is not None:
+            count_dispatches(self.other, self.dispatched, "other ")
 
     def engine(
         self,
@@ -92,21 +123,33 @@ class Kit:
         async_chunks: int | None = None,
         **changes,
     ) -> Engine:
-        """A fresh engine: empty pools, new scheduler, the same programs.
+        """A fresh engine: empty pools, new scheduler, the same programs; ``dispatched`` counts from 0.
 
         Args:
             max_num_seqs: fewer sequences than the programs were made for.
             max_num_batched_tokens: fewer prefill tokens a step.
             async_chunks: fewer chunks in flight (``device``).
-            **changes: options that do not change any program.
+            **changes: options that do not need other programs; those of ``stream`` and of 8 decode steps serve ``off``
+                and 1 as well.
         """
+        if (changes.get("decode_overlap", self.options.decode_overlap) == "device") != (self.other is not None):
+            raise ValueError(f"programs of {self.options.decode_overlap!r} do not serve {changes['decode_overlap']!r}")
+        self.dispatched.clear()
         limits = dataclasses.replace(
             self.limits,
             max_num_seqs=max_num_seqs or self.limits.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or self.limits.max_num_batched_tokens,
             policy=changes.get("scheduler_policy", self.limits.policy),
+            overlap=changes.get("decode_overlap", self.limits.overlap),
+            decode_steps=changes.get("decode_steps", self.limits.decode_steps),
             max_chunks_in_flight=self.limits.max_chunks_in_flight if async_chunks is None else async_chunks,
         )
+        numbers = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "async_chunks": async_chunks,
+        }
+        changes |= {name: number for name, number in numbers.items() if number is not None}
         options = dataclasses.replace(self.options, **changes)
         prefill_device = None
         if self.other is not None:
@@ -122,12 +165,23 @@ class Kit:
             Scheduler(limits, self.ladder),
             self.programs,
             state,
-            eos_ids=EOS,
-            num_valid=NUM_VALID,
+            eos_ids=self.model.eos_ids,
+            num_valid=self.model.num_valid,
             prefill_device=prefill_device,
             compiles=CompileCounter(),
             start_report=self.start_report,
         )
+
+
+def count_dispatches(programs: ProgramSet, counts: collections.Counter[str], where: str = "") -> None:
+    """Counts dispatches by kind of program from now on."""
+    run = programs.run
+
+    def counted(key, state, fields):
+        counts[where + key.kind] += 1
+        return run(key, state, fields)
+
+    programs.run = counted  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def append_log(path: pathlib.Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def draw(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+def draw(records: Sequence[Mapping[str, Any]], path: pathlib.Path, *, dpi: int = 100) -> None:
     """Draws loss and accuracy by task over the steps, training as lines and held-out examples as points.
 
     Raises:
@@ -93,4 +93,4 @@ def draw(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     left.set_yscale("log")
     if tasks:
         left.legend(fontsize=8)
-    figure.savefig(path, format="png", dpi=100, metadata={"Software": None})
+    figure.savefig(path, format="png", dpi=dpi, metadata={"Software": None})

@@ -67,7 +67,7 @@ def prompt_ids(tokenizer: Any, example: Example) -> list[int]:
 
 
 def answers(
-    llm: "LLM", examples: Sequence[Example], *, one_by_one: bool = False, max_tokens: int = MAX_TOKENS
+    llm: "LLM", examples: Sequence[Example], *, one_by_one: bool = False, max_tokens: int | None = None
 ) -> list[Answer]:
     """Greedy answers to examples, in their order.
 
@@ -75,14 +75,14 @@ def answers(
         llm: the model with its tokenizer.
         examples: what to ask.
         one_by_one: wait for each answer before the next question, so that no request has company.
-        max_tokens: most tokens of an answer.
+        max_tokens: most tokens of an answer; ``MAX_TOKENS`` when None.
 
     Raises:
         GenerationError: the engine failed on a request.
     """
     from qwen35_jax import SamplingParams
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens or MAX_TOKENS)
     prompts = [{"prompt_token_ids": prompt_ids(llm.tokenizer, example)} for example in examples]
     if one_by_one:
         outputs = [llm.generate(prompt, greedy, use_tqdm=False, raise_on_error=True)[0] for prompt in prompts]

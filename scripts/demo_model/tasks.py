@@ -359,26 +359,31 @@ def held_out(task: str, count: int, *, seed: int = 0, max_tokens: int | None = N
 
 
 def check(example: Example, answer: str) -> bool:
-    """Whether an answer (the part after the reasoning) is right.
+    """Whether an answer (the part after the reasoning) is right; see :func:`right`."""
+    return right(example.task, example.answer, answer)
+
+
+def right(task: str, wanted: str, answer: str) -> bool:
+    """Whether an answer is the one that a task wants.
 
     Lists, copies and values must be exact up to white space around them (values also up to a full stop), JSON must
     parse to the same value, and of a calculation the last number counts.
     """
-    answer, right = answer.strip(), example.answer
-    match example.task:
+    answer = answer.strip()
+    match task:
         case "arithmetic":
             numbers = re.findall(r"\d+", answer)
-            return bool(numbers) and numbers[-1] == re.findall(r"\d+", right)[-1]
+            return bool(numbers) and numbers[-1] == re.findall(r"\d+", wanted)[-1]
         case "json":
             try:
                 value = json.loads(answer)
             except ValueError:
                 return False
-            return repr(_sorted_keys(value)) == repr(_sorted_keys(json.loads(right)))
+            return repr(_sorted_keys(value)) == repr(_sorted_keys(json.loads(wanted)))
         case "qa" | "recall" | "recall_long":
-            return answer.rstrip(".。") == right
+            return answer.rstrip(".。") == wanted
         case _:
-            return answer == right
+            return answer == wanted
 
 
 def _sorted_keys(value):
