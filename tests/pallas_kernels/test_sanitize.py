@@ -69,7 +69,8 @@ def stand_in(tmp_path, monkeypatch):
     """A program in place of compute-sanitizer: it runs the child and reports an error for racecheck."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && { echo Version 1.2; exit; }\nwanted=$1; shift 3; "$@"\n'
+        '#!/bin/sh\n[ "$1" = --version ] && { echo Version 1.2; exit; }\nwanted=$1\n'
+        'while [ "${1#--}" != "$1" ]; do shift; done; "$@"\n'
         'case $wanted in *racecheck) n=1;; *) n=0;; esac\necho "========= ERROR SUMMARY: $n errors"\n'
     )
     tool.chmod(0o755)

@@ -31,7 +31,10 @@ PADDED = GdnDecodeSpec(name="", model=GROUP, num_rows=3, num_pads=1, num_layers=
     [
         (PADDED, None),
         (dataclasses.replace(PADDED, model=ONE, decay="strong"), Tiling(values=128)),
-        (dataclasses.replace(PADDED, dtype="bfloat16", state_dtype="bfloat16", num_rows=2), Tiling(values=32)),
+        (
+            dataclasses.replace(PADDED, model=ONE, dtype="bfloat16", state_dtype="bfloat16", num_rows=2),
+            Tiling(values=32),
+        ),
     ],
     ids=["group", "whole", "bfloat16"],
 )
@@ -70,17 +73,19 @@ def lowered(spec: Spec, gpu: str) -> str:
         )
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+DECODE = GdnDecodeSpec(name="group2", model=REAL_MODELS["4b"], num_rows=3, state_dtype="bfloat16")
+ATTENTION = PagedDecodeAttentionSpec(name="group4", model=REAL_MODELS["4b"], kv_lens=(3, 200))
+
+
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "gpu"),
     [
-        GdnDecodeSpec(name="group1", model=REAL_MODELS["0.8b"], num_rows=3),
-        GdnDecodeSpec(name="group2", model=REAL_MODELS["4b"], num_rows=3, state_dtype="bfloat16"),
-        GdnDecodeSpec(name="group3", model=REAL_MODELS["27b"], num_rows=3, dtype="float32"),
-        PagedDecodeAttentionSpec(name="group4", model=REAL_MODELS["4b"], kv_lens=(3, 200)),
-        PagedDecodeAttentionSpec(name="group6", model=REAL_MODELS["27b"], kv_lens=(3, 200), dtype="float32"),
+        *((spec, gpu) for spec in (DECODE, ATTENTION) for gpu in GPUS),
+        (GdnDecodeSpec(name="group1", model=REAL_MODELS["0.8b"], num_rows=3), GPUS[0]),
+        (GdnDecodeSpec(name="group3", model=REAL_MODELS["27b"], num_rows=3, dtype="float32"), GPUS[0]),
+        (dataclasses.replace(ATTENTION, name="group6", model=REAL_MODELS["27b"], dtype="float32"), GPUS[1]),
     ],
-    ids=lambda spec: f"{spec.op}-{spec.name}",
+    ids=lambda value: f"{value.op}-{value.name}" if isinstance(value, Spec) else value,
 )
 def test_lowers_for_three_generations(spec, gpu):
     text = lowered(spec, gpu)
