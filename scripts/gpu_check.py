@@ -14,6 +14,7 @@ figures; whatever was not checked is named. The sections:
   job       300 lines of mixed options: each answered once, no compiles after warm-up, memory against the plan, resume
   nan       a row that turns into NaN fails alone, its neighbours keep every bit
   sampler   the sampler's tests
+  tasks     the demo model on held-out examples: the recorded tokens in float32, as many right answers in bfloat16
 
 It also runs without a GPU (JAX_PLATFORMS=cpu, --preset=tiny-4b), which only shows that the script works.
 """
@@ -43,13 +44,23 @@ from qwen35_jax.presets import PRESETS  # noqa: E402
 from scripts.gpu_checks.report import Section, added_up  # noqa: E402
 from scripts.gpu_checks.worker import Task  # noqa: E402
 
-SECTIONS = ("kernels", "goldens", "batching", "overlap", "job", "nan", "sampler")
+SECTIONS = ("kernels", "goldens", "batching", "overlap", "job", "nan", "sampler", "tasks")
 # Seconds a section may take on an H200 with 16 cores, compiling included; --time_scale stretches them.
-BUDGETS = {"kernels": 420, "goldens": 300, "batching": 180, "overlap": 240, "job": 240, "nan": 60, "sampler": 180}
+BUDGETS = {
+    "kernels": 420,
+    "goldens": 300,
+    "batching": 180,
+    "overlap": 240,
+    "job": 240,
+    "nan": 60,
+    "sampler": 180,
+    "tasks": 120,
+}
 _SETUP_S = 240  # making the rig that the engine sections share
 _ENGINE_SECTIONS = ("job", "batching", "overlap", "nan")  # in this order: the job's peak of memory must be the first
 _MEMBERS = ("0.8b", "4b", "27b")
 _TINY = ("tiny-0.8b", "tiny-4b", "tiny-27b")
+DEMO_MODEL = "examples/demo-model"  # of the checkout, where workers run
 _TAIL = 25  # lines of a broken worker's log that are shown
 
 
@@ -62,7 +73,7 @@ class Plan:
         preset: the model of the engine sections.
         num_layers: layers in place of the preset's.
         shapes: changes of their sizes.
-        rows, solo_rows, job_lines, exact: see the flags.
+        rows, solo_rows, job_lines, exact, demo_model, task_examples, task_rows: see the flags.
         kernel_filter: pytest's -k for the kernels.
         kernel_shards: processes that share the conformance suite.
         processes: at once.
@@ -78,6 +89,9 @@ class Plan:
     solo_rows: int = 16
     job_lines: int = 300
     exact: bool = True
+    demo_model: str = DEMO_MODEL
+    task_examples: int = 200
+    task_rows: int = 256
     kernel_filter: str = ""
     kernel_shards: int = 5
     processes: int = 6
@@ -122,6 +136,9 @@ def tasks_of(plan: Plan, device: Device) -> list[Task]:
             arguments = {"keyword": plan.kernel_filter, "shard": shard, "shards": plan.kernel_shards}
             part = f"{shard + 1} of {plan.kernel_shards}"
             tasks.append(Task("kernels", part, ("kernels",), limit("kernels"), arguments))
+    if "tasks" in chosen:
+        arguments = {"directory": plan.demo_model, "count": plan.task_examples, "rows": plan.task_rows}
+        tasks.append(Task("tasks", "", ("tasks",), limit("tasks"), arguments))
     if "goldens" in chosen:
         for member in _MEMBERS:
             cases = [f"{member}-tied", f"{member}-untied"]
@@ -355,6 +372,9 @@ def command_line() -> CommandLine:
     line.define("int", "max_model_len", 1024, "Longest prompt + output.")
     line.define("int", "max_num_batched_tokens", 512, "Prompt tokens a step.")
     line.define("bool", "exact", True, "Measure the model in float32 as well: the bar of more than four layers.")
+    line.define("str", "demo_model", DEMO_MODEL, "Directory of the demo model, with its accuracy.json.")
+    line.define("int", "task_examples", 200, "Held-out examples of each of its tasks.")
+    line.define("int", "task_rows", 256, "Rows at once among them.")
     line.group("How")
     line.define("int", "processes", 6, "Processes at once; the device's memory is shared by them.")
     line.define("int", "kernel_shards", 5, "Processes that share the conformance suite.")
@@ -373,7 +393,16 @@ def plan_of(line: CommandLine) -> Plan:
         raise UserInputError("--sections names no section")
     if line.preset not in PRESETS:
         raise UserInputError(f"--preset: {line.preset!r} is none of {', '.join(PRESETS)}")
-    least = {"rows": 1, "solo_rows": 1, "job_lines": 20, "processes": 1, "kernel_shards": 1, "max_num_seqs": 4}
+    least = {
+        "rows": 1,
+        "solo_rows": 1,
+        "job_lines": 20,
+        "processes": 1,
+        "kernel_shards": 1,
+        "max_num_seqs": 4,
+        "task_examples": 1,
+        "task_rows": 4,
+    }
     for name, bound in {**least, "max_model_len": 128, "max_num_batched_tokens": 64, "time_limit": 1}.items():
         if getattr(line, name) < bound:
             raise UserInputError(f"--{name} must be at least {bound}, got {getattr(line, name)}")
@@ -394,6 +423,9 @@ def plan_of(line: CommandLine) -> Plan:
         solo_rows=line.solo_rows,
         job_lines=line.job_lines,
         exact=line.exact,
+        demo_model=line.demo_model if line.demo_model == DEMO_MODEL else str(Path(line.demo_model).resolve()),
+        task_examples=line.task_examples,
+        task_rows=line.task_rows,
         kernel_filter=line.kernel_filter,
         kernel_shards=line.kernel_shards,
         processes=line.processes,

@@ -202,7 +202,7 @@ def test_the_report_and_the_exit_code(monkeypatch, tmp_path, capsys):
     assert {"device", "device_count", "commit", "jax", "command", "date", "plan", "seconds"} <= report.keys()
     printed = capsys.readouterr().out
     assert "FAIL neighbours: 1, bar == 0" in printed and "skipped something: a reason" in printed
-    assert "not run: kernels, goldens, batching, overlap, sampler" in printed
+    assert "not run: kernels, goldens, batching, overlap, sampler, tasks" in printed
     code, report = command(monkeypatch, tmp_path, [good], "--sections=job")
     assert code == 0 and report["passed"] is True
 

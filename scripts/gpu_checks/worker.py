@@ -26,7 +26,8 @@ class Task:
     """What one process does.
 
     Attributes:
-        kind: "device", "kernels", "sampler", "goldens", "overlap" (miniature, float32), "engine" or "engine_device".
+        kind: "device", "kernels", "sampler", "goldens", "tasks", "overlap" (miniature, float32), "engine" or
+            "engine_device".
         part: which part of a section, for people; empty when there is one.
         sections: names of the sections it fills, in order.
         limit_s: seconds after which it is killed.
@@ -83,6 +84,15 @@ def run(task: Task, results: Results) -> None:
         )  # fmt: skip
     elif task.kind == "goldens":
         results.fill("goldens", task.part, lambda s: goldens(s, tuple(options["cases"])))
+    elif task.kind == "tasks":
+        from scripts.gpu_checks import rig
+        from scripts.gpu_checks import tasks as demo_tasks
+
+        rig.prepare()
+        directory, count, rows = Path(options["directory"]), options["count"], options["rows"]
+        results.fill(
+            "tasks", task.part, lambda s: demo_tasks.tasks_section(s, directory, count=count, rows=rows)
+        )  # fmt: skip
     elif task.kind == "overlap":
         from scripts.gpu_checks import answers, rig
 
