@@ -50,9 +50,7 @@ def full_float32(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize == 4 else None
 
 
-def weighted_sum(
-    weights: jax.Array, values: jax.Array, *, exact: bool = True, onto: jax.Array | None = None
-) -> jax.Array:
+def weighted_sum(weights: jax.Array, values: jax.Array, *, exact: bool = True) -> jax.Array:
     """``weights @ values`` inside a Triton kernel.
 
     Args:
@@ -60,15 +58,12 @@ def weighted_sum(
         values: [S, H].
         exact: 16-bit values only: carry the weights as two numbers of their dtype (16 mantissa bits for bfloat16) in
             two products. Otherwise they are rounded once, an error of one roundoff of ``sum |weight value|``.
-        onto: f32[M, H] to add to, one product after the other, so that all share one accumulator.
 
     Returns:
         f32[M, H].
     """
     high = weights.astype(values.dtype)
     total = plgpu.dot(high, values, precision=full_float32(values.dtype))
-    if onto is not None:
-        total = onto + total
     if exact and values.dtype.itemsize == 2:
         total = total + plgpu.dot((weights - high.astype(jnp.float32)).astype(values.dtype), values)
     return total

@@ -54,14 +54,12 @@ def delta_gates(b: jax.Array, a: jax.Array, A_log: jax.Array, dt_bias: jax.Array
     Args:
         b: [..., Hv] input of the write strength.
         a: [..., Hv] input of the decay.
-        A_log: f32[Hv or more], whatever stands behind the heads' numbers.
-        dt_bias: f32[Hv or more].
+        A_log: f32[Hv].
+        dt_bias: f32[Hv].
 
     Returns:
         beta f32[..., Hv] in (0, 1) and the log decay g f32[..., Hv], <= 0.
     """
-    heads = a.shape[-1]
-    A_log, dt_bias = A_log[:heads], dt_bias[:heads]
     beta = lax.logistic(b.astype(jnp.float32))
     g = -jnp.exp(A_log) * softplus(a.astype(jnp.float32) + dt_bias)
     return beta, g

@@ -55,7 +55,7 @@ def gdn_decode(
     query = l2_normalize(mixed[:, :key_dim].reshape(rows, num_k_heads, head_k_dim)) * head_k_dim**-0.5
     key = l2_normalize(mixed[:, key_dim : 2 * key_dim].reshape(rows, num_k_heads, head_k_dim))
     value = mixed[:, 2 * key_dim :].reshape(rows, num_k_heads, group, head_v_dim)
-    beta, decay = delta_gates(b, a, A_log, dt_bias)
+    beta, decay = delta_gates(b, a, A_log[:num_v_heads], dt_bias[:num_v_heads])
     beta = beta.reshape(rows, num_k_heads, group, 1)
     kept = jnp.exp(decay).reshape(rows, num_k_heads, group, 1)
     key_query = jnp.stack([key, query], axis=-1)  # [B, K, Dk, 2]

@@ -43,7 +43,8 @@ def gdn_prefill(
     key = qkv[:, key_dim : 2 * key_dim].reshape(-1, num_k_heads, head_k_dim)
     value = qkv[:, 2 * key_dim :].reshape(-1, num_v_heads, head_v_dim)
     beta, decay = (
-        jnp.pad(gate, ((0, TILE), (0, 0)))[..., None] for gate in delta_gates(b, a, A_log, dt_bias)
+        jnp.pad(gate, ((0, TILE), (0, 0)))[..., None]
+        for gate in delta_gates(b, a, A_log[:num_v_heads], dt_bias[:num_v_heads])
     )  # [T + 64, Hv, 1]
 
     def one_tile(index, carry):

@@ -12,9 +12,7 @@ from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("paged_prefill_attention")
 OP.register(registry.REFERENCE, reference.paged_prefill_attention, priority=0)
-OP.register("triton_chained", triton.chained_paged_prefill_attention, priority=-1, supports=triton.supports)
 OP.register("mosaic_sm90", mosaic_sm90.paged_prefill_attention, priority=20, supports=mosaic_sm90.supports)
-OP.register("mosaic_sm90_turns", mosaic_sm90.in_turns, priority=-1, supports=mosaic_sm90.supports)
 OP.register("triton", triton.paged_prefill_attention, priority=10, supports=triton.supports)
 
 

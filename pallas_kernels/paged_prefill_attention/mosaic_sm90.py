@@ -128,11 +128,6 @@ def paged_prefill_attention(
     return out[:num_tokens] if padding else out
 
 
-def in_turns(*args, **kwargs) -> jax.Array:
-    """The same with ``Tuning(schedule="turns")``."""
-    return paged_prefill_attention(*args, **kwargs, tuning=Tuning(schedule="turns"))
-
-
 def _kernel(
     q_ref,  # [T, N, H]
     gate_ref,  # [T, N, H]

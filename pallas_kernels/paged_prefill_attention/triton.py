@@ -57,14 +57,10 @@ def paged_prefill_attention(
     cu_seqlens,
     kv_lens,
     *,
-    chained: bool = False,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See :func:`pallas_kernels.paged_prefill_attention`.
-
-    ``chained`` adds both products of a masked page to one accumulator: fewer registers, another order of additions.
-    """
+    """See :func:`pallas_kernels.paged_prefill_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     num_requests = page_table.shape[0]
     group = num_heads // kv_pool.shape[3]
@@ -85,7 +81,7 @@ def paged_prefill_attention(
     # Room for the last tile to run past the end: rows past a tile's length are masked, so nothing is read there.
     tokens = pl.BlockSpec((num_tokens + queries, num_heads, head_dim), lambda head, tile: (0, 0, 0))
     return pl.pallas_call(
-        functools.partial(_attend, queries=queries, group=group, chained=chained),
+        functools.partial(_attend, queries=queries, group=group),
         grid=(num_heads, index.shape[0]),
         in_specs=[whole, tokens, tokens, whole, whole, whole],
         out_specs=tokens,
@@ -96,9 +92,7 @@ def paged_prefill_attention(
     )(work, q, gate, kv_pool, layer[None], page_table)
 
 
-def _attend(
-    work_ref, q_ref, gate_ref, pool_ref, layer_ref, table_ref, out_ref, *, queries: int, group: int, chained: bool
-):
+def _attend(work_ref, q_ref, gate_ref, pool_ref, layer_ref, table_ref, out_ref, *, queries: int, group: int):
     """One tile of queries of one head."""
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
     request, start, length, first_position = (work_ref[field, tile] for field in range(4))
@@ -133,10 +127,7 @@ def _attend(
             shrink = jnp.exp2((top - new_top) * scale)
             norm = norm * shrink + jnp.sum(weights, axis=1)
             # Queries of few keys lie at the diagonal: there a rounded weight would show, so both its halves count.
-            if chained:
-                acc = weighted_sum(weights, value, exact=masked, onto=acc * shrink[:, None])
-            else:
-                acc = acc * shrink[:, None] + weighted_sum(weights, value, exact=masked)
+            acc = acc * shrink[:, None] + weighted_sum(weights, value, exact=masked)
             return new_top, norm, acc
 
         carry = (
@@ -152,8 +143,3 @@ def _attend(
         gated = acc / norm[:, None] * lax.logistic(gate.astype(jnp.float32))
         gated = jnp.where(kv_len > 0, gated, 0.0).astype(out_ref.dtype)  # pads: zeros, whatever their gates hold
         plgpu.store(out_ref.at[tokens, head], gated, mask=real)
-
-
-def chained_paged_prefill_attention(*args, **kwargs) -> jax.Array:
-    """The same with ``chained=True``."""
-    return paged_prefill_attention(*args, **kwargs, chained=True)

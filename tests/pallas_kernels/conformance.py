@@ -75,10 +75,8 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     # Away from the diagonal the softmax weights meet the values rounded to the activation dtype. In float32 products
     # are chains of multiply-adds, 32k of them in a row on the longest prefix of this suite (1.6e-5 seen).
     ("paged_prefill_attention", "triton"): Tolerance(exact=3e-5, roundoffs=4),
-    ("paged_prefill_attention", "triton_chained"): Tolerance(exact=3e-5, roundoffs=4),
     # Weights are rounded to the activation dtype, except for queries of at most 128 keys (16-bit activations only).
     ("paged_prefill_attention", "mosaic_sm90"): Tolerance(exact=3e-5, roundoffs=4),
-    ("paged_prefill_attention", "mosaic_sm90_turns"): Tolerance(exact=3e-5, roundoffs=4),
     ("paged_decode_attention", "triton"): Tolerance(exact=1e-5, roundoffs=2),
 }
 

@@ -22,6 +22,7 @@ from pallas_kernels.gdn_prefill.specs import GdnPrefillSpec
 from pallas_kernels.kv_write.specs import KvWriteSpec
 from pallas_kernels.paged_decode_attention.specs import PagedDecodeAttentionSpec
 from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
+from pallas_kernels.registry import UnsupportedArguments
 from pallas_kernels.spec import TINY_MODELS
 from tests.pallas_kernels.conformance import POOL_OPS, every_implementation, implementations
 
@@ -92,8 +93,12 @@ def test_one_call(op, dtype, one):
             return getattr(pallas_kernels, op)(**pools, **rest, **options, implementation=implementation)
 
         donate = (0,) if spec.pools else ()
-        compiled = jax.jit(program, donate_argnums=donate).lower(pools, arguments).compile()
-        assert_in_place(compiled, pools.values(), donated=bool(spec.pools))
+        try:
+            lowered = jax.jit(program, donate_argnums=donate).lower(pools, arguments)
+        except UnsupportedArguments:
+            assert dtype == "float32", f"{implementation} declines {dtype}"
+            continue
+        assert_in_place(lowered.compile(), pools.values(), donated=bool(spec.pools))
 
 
 def small_options(spec) -> dict:
@@ -148,7 +153,10 @@ def test_layers_of_prefill_then_decode_share_the_pools(implementation):
 
 @pytest.mark.parametrize("op", POOL_OPS)
 def test_pools_past_two_gigaelements_are_not_flattened(op):
-    """No value of the program has as many elements as the pool but another shape: offsets stay one an axis."""
+    """No value of the program has as many elements as the pool but another shape: offsets stay one an axis.
+
+    A view as matrices is none for the copy engine, which takes one offset an axis as well: they are counted in int32.
+    """
     for implementation in implementations(op):
         spec = SPECS[op]
         arguments, options = abstract(spec), small_options(spec)
@@ -165,6 +173,8 @@ def test_pools_past_two_gigaelements_are_not_flattened(op):
         shapes = {tuple(map(int, found.split("x")[:-1])) for found in re.findall(r"tensor<((?:\d+x)+)", text) if found}
         pools = {tuple(arguments[name].shape) for name in present}
         large = {shape for shape in shapes if math.prod(shape) >= 2**31}
+        if implementation.startswith("mosaic"):
+            large -= {(math.prod(shape[:-2]), *shape[-2:]) for shape in pools if math.prod(shape[:-2]) < 2**31}
         assert large == pools, f"{op}/{implementation}: {large - pools} beside the pools {pools}"
 
 

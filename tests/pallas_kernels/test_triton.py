@@ -74,10 +74,6 @@ def test_lowers_for_an_h200(spec):
     assert ("output_operand_alias<" in text) == bool(spec.pools), "a pool is not updated in place"
 
 
-def test_the_chained_prefill_lowers():
-    assert "__gpu$xla.gpu.triton" in lowered_for_h200(distinct("paged_prefill_attention")[0], "triton_chained")
-
-
 def test_what_auto_chooses_on_an_h200():
     for op in OPS:
         arguments, options = abstract(distinct(op)[0])
@@ -107,10 +103,6 @@ INTERPRETED = (
             name="", model=SMALL, lengths=(5, 0, 37), prefixes=(70, 0, 0), num_pads=3, num_layers=2
         ),
         {},
-    ),
-    (
-        PagedPrefillAttentionSpec(name="", model=SMALL, lengths=(3,), prefixes=(70,), num_pads=1),
-        {"chained": True},
     ),
 )
 
