@@ -54,7 +54,7 @@ BUDGETS = {
     "job": 240,
     "nan": 60,
     "sampler": 180,
-    "tasks": 120,
+    "tasks": 150,
 }
 _SETUP_S = 240  # making the rig that the engine sections share
 _ENGINE_SECTIONS = ("job", "batching", "overlap", "nan")  # in this order: the job's peak of memory must be the first

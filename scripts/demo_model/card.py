@@ -22,7 +22,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.hf_config import read_json_object
 from qwen35_jax.text import Tokenizer, TokenizerError
-from scripts.demo_model import architecture, batches, checkpointing, corpus, curves, gate, tasks
+from scripts.demo_model import architecture, batches, checkpointing, corpus, curves, gate, recall, tasks
 from scripts.demo_model.export import WEIGHTS
 from scripts.demo_model.gate import Record
 from scripts.demo_model.languages import LANGUAGES
@@ -167,6 +167,7 @@ def card(model_dir: pathlib.Path) -> str:
         megabytes=(model_dir / WEIGHTS).stat().st_size / 1e6,
         languages=", ".join(languages),
         num_languages=len(languages),
+        num_kinds=len(set(tasks.TASKS) - set(tasks.LONG_TASKS)),
         config=config,
         a=config.attention,
         g=config.gdn,
@@ -191,6 +192,8 @@ def card(model_dir: pathlib.Path) -> str:
         prose_one_in=1 / corpus.PROSE_SHARE,
         commands="\n".join(train_commands(training)),
         max_items=tasks.MAX_ITEMS,
+        long_rows=tasks.LONG_TOKENS,
+        asked=int(tasks.LONG_TOKENS * recall.ROOM),
         longest=max(stage.seq_len for stage in found),
     )
 
