@@ -144,7 +144,7 @@ def run_suite(
         save()
 
     counter = Counter(shard, shards, tell)
-    arguments = ["-q", "-p", "no:cacheprovider", *(["-k", keyword] if keyword else []), *targets]
+    arguments = ["-q", "-p", "no:cacheprovider", "-m", "not host", *(["-k", keyword] if keyword else []), *targets]
     with _stdout_to_stderr():  # pytest's own account belongs into the log
         code = pytest.main(arguments, plugins=[counter])
     tell()

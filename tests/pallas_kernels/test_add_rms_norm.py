@@ -73,6 +73,7 @@ def test_rows_of_zeros(implementation):
 
 @pytest.mark.parametrize("name", ["0.8b-rows64", "4b-rows1", "4b-rows8192", "27b-rows256", "tiny1-rows5"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.host
 def test_lowers_for_an_h200(name, dtype):
     case = dataclasses.replace(specs_of(OP)[name], dtype=dtype).case
     arguments = jax.eval_shape(lambda: {key: jnp.asarray(array) for key, array in case().arguments.items()})
@@ -82,6 +83,7 @@ def test_lowers_for_an_h200(name, dtype):
 
 
 @pytest.mark.parametrize("width", [128, 384, 1024])
+@pytest.mark.host
 def test_interpreted_matches_the_oracle(width):
     case = host(spec_of(3, width).case(4))
     interpreted = jax.jit(lambda a: mosaic_sm90.add_rms_norm(**a, **case.options, interpret=plgpu.InterpretGPUParams()))

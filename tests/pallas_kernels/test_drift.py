@@ -57,6 +57,7 @@ def test_the_exact_recurrence_is_the_oracles():
         np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.host
 def test_records(tmp_path, capsys):
     path = tmp_path / "drift.json"
     argv = ["--model=tiny1", "--rows=2", "--steps=40", "--gates=none", f"--output={path}"]

@@ -54,11 +54,16 @@ def hlo_names(dtype) -> str:
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
 
 
+CUBLAS_WORKSPACE = 32 << 20
+
+
 def assert_in_place(compiled, pools, *, donated: bool) -> None:
     """No scratch as large as a twentieth of a pool, no instruction that makes a new pool, all pools aliased."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
     smallest = min(num_bytes(pool) for pool in pools)
-    assert memory.temp_size_in_bytes < smallest / 20, f"{memory.temp_size_in_bytes} bytes of scratch, pool {smallest}"
+    # XLA keeps 32 MiB for cuBLAS in a program whose products (those of the references) it gives to it.
+    scratch = memory.temp_size_in_bytes - (CUBLAS_WORKSPACE if f"s8[{CUBLAS_WORKSPACE}]" in text else 0)
+    assert scratch < smallest / 20, f"{scratch} bytes of scratch, pool {smallest}"
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < smallest / 20
     if donated:
         assert memory.alias_size_in_bytes >= sum(num_bytes(pool) for pool in pools)

@@ -87,12 +87,14 @@ def lowered_for_h200(spec, **options) -> str:
 @pytest.mark.parametrize(
     "model", [REAL_MODELS["4b"], REAL_MODELS["27b"], TINY_MODELS["tiny4g16"]], ids=lambda m: m.name
 )
+@pytest.mark.host
 def test_lowers_for_an_h200(model):
     spec = PagedPrefillAttentionSpec(name="", model=model, lengths=(5, 0, 66, 1), prefixes=(70, 0, 0, 300), num_pads=3)
     dtype = "float16" if model.name.startswith("tiny") else "bfloat16"
     assert lowered_for_h200(dataclasses.replace(spec, dtype=dtype)).count("@mosaic_gpu") == 1
 
 
+@pytest.mark.host
 def test_lowers_with_turns_and_clusters():
     spec = specs_of("paged_prefill_attention")["4b-8x1024"]
     assert "@mosaic_gpu" in lowered_for_h200(spec, tuning=mosaic_sm90.Tuning(schedule="turns", cluster=2))
@@ -155,6 +157,7 @@ def interpret(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ragged", "cluster", "races"])
+@pytest.mark.host
 def test_interpreted(kind):
     """Values, barriers and, on whole tiles, races. Three warpgroups a block wait for one another: they need threads."""
     program = f"from tests.pallas_kernels.test_mosaic_prefill_attention import interpret; interpret({kind!r})"

@@ -66,6 +66,7 @@ def lowered_for_h200(spec: Spec, implementation: str = NAME) -> str:
     + [dataclasses.replace(spec, beside=4160, name=f"{spec.name}+beside") for spec in distinct("causal_conv")],
     ids=lambda spec: f"{spec.op}-{spec.name}",
 )
+@pytest.mark.host
 def test_lowers_for_an_h200(spec):
     text = lowered_for_h200(spec)
     assert text.count("@mosaic_gpu") == 1
@@ -76,6 +77,7 @@ def test_lowers_for_an_h200(spec):
 @pytest.mark.parametrize(
     ("op", "dtype"), [("causal_conv", "float16"), ("causal_conv", "float32"), ("gdn_decode", "float32")]
 )
+@pytest.mark.host
 def test_lowers_in_other_dtypes(op, dtype):
     assert "@mosaic_gpu" in lowered_for_h200(dataclasses.replace(distinct(op)[0], dtype=dtype))
 
@@ -93,6 +95,7 @@ def test_lowers_in_other_dtypes(op, dtype):
     ],
     ids=lambda spec: spec.op + spec.name,
 )
+@pytest.mark.host
 def test_interpreted_matches_the_oracle(spec):
     case = host(dataclasses.replace(spec, num_layers=2, dtype="float32").case(1, poison=True))
     function = getattr(importlib.import_module(f"pallas_kernels.{spec.op}.{NAME}"), spec.op)

@@ -37,6 +37,8 @@ CASES = (
     AddRmsNormSpec(name="rows", model=ONE_HEAD, num_tokens=3),
 )
 
+pytestmark = pytest.mark.host
+
 
 def mosaic_implementations(op: str) -> list[str]:
     return [name for name in registry.get_op(op).implementations if name.startswith("mosaic")]

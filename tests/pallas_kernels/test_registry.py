@@ -162,7 +162,10 @@ def test_a_choice_of_kernels_is_a_name_or_pairs():
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        ("mosaic_sm1", r"add_rms_norm has no such implementation as 'mosaic_sm1' \(it has auto, mosaic_sm90, reference"),
+        (
+            "mosaic_sm1",
+            r"add_rms_norm has no such implementation as 'mosaic_sm1' \(it has auto, mosaic_sm90, reference",
+        ),
         ("triton", "add_rms_norm has no such implementation as 'triton'"),
         ("kv_write=reference,gdn_decode", "'gdn_decode' is not op=name; the ops are add_rms_norm, "),
         ("kv_wirte=reference", "'kv_wirte=reference' is not op=name"),

@@ -78,6 +78,7 @@ def stand_in(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
+@pytest.mark.host
 def test_a_run(stand_in, tmp_path, capsys):
     path = tmp_path / "deep/kernels.json"
     assert sanitize.main(["--ops=kv_write", "--tools=memcheck,racecheck", f"--output={path}"]) == 1

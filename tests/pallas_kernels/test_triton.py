@@ -68,6 +68,7 @@ def lowered_for_h200(spec: Spec, implementation: str = NAME) -> str:
 @pytest.mark.parametrize(
     "spec", [spec for op in OPS for spec in distinct(op)], ids=lambda spec: f"{spec.op}-{spec.name}"
 )
+@pytest.mark.host
 def test_lowers_for_an_h200(spec):
     text = lowered_for_h200(spec)
     assert "__gpu$xla.gpu.triton" in text
@@ -82,6 +83,7 @@ def test_what_auto_chooses_on_an_h200():
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.host
 def test_lowers_in_float32(op):
     spec = dataclasses.replace(distinct(op)[0], dtype="float32")
     assert "__gpu$xla.gpu.triton" in lowered_for_h200(spec)
@@ -108,6 +110,7 @@ INTERPRETED = (
 
 
 @pytest.mark.parametrize(("spec", "extra"), INTERPRETED, ids=lambda item: getattr(item, "op", str(item)))
+@pytest.mark.host
 def test_interpreted_matches_the_oracle(spec, extra):
     case = host(dataclasses.replace(spec, dtype="float32").case(1, poison=True))
     function = getattr(importlib.import_module(f"pallas_kernels.{spec.op}.{NAME}"), spec.op)

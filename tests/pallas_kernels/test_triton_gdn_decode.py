@@ -38,6 +38,7 @@ PADDED = GdnDecodeSpec(name="", model=GROUP, num_rows=3, num_pads=1, num_layers=
     ],
     ids=["group", "whole", "bfloat16"],
 )
+@pytest.mark.host
 def test_interpreted_matches_the_oracle(spec, tiling):
     case = host(spec.case(1, poison=True))
     run = jax.jit(functools.partial(triton.gdn_decode, **case.options, tiling=tiling, interpret=True))
@@ -87,6 +88,7 @@ ATTENTION = PagedDecodeAttentionSpec(name="group4", model=REAL_MODELS["4b"], kv_
     ],
     ids=lambda value: f"{value.op}-{value.name}" if isinstance(value, Spec) else value,
 )
+@pytest.mark.host
 def test_lowers_for_three_generations(spec, gpu):
     text = lowered(spec, gpu)
     assert "__gpu$xla.gpu.triton" in text

@@ -36,6 +36,7 @@ BY_MODEL = {spec.model: spec for spec in specs_of("gdn_prefill").values()}
 
 
 @pytest.mark.parametrize("spec", BY_MODEL.values(), ids=lambda spec: spec.name)
+@pytest.mark.host
 def test_lowers_for_an_h200(spec):
     text = lowered_for_h200(spec)
     assert text.count("__gpu$xla.gpu.triton") == 2
@@ -46,6 +47,7 @@ def test_lowers_for_an_h200(spec):
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.host
 def test_lowers_in_every_dtype(dtype, state_dtype):
     spec = dataclasses.replace(specs_of("gdn_prefill")["4b-1x8192"], dtype=dtype, state_dtype=state_dtype)
     assert lowered_for_h200(spec).count("__gpu$xla.gpu.triton") == 2
@@ -85,6 +87,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.host
 def test_interpreted_matches_the_oracle(dtype, name):
     changes, edit = CASES[name]
     spec = dataclasses.replace(PACK, dtype=dtype, **changes)
@@ -103,6 +106,7 @@ def device(arguments):
     return {name: jnp.asarray(array) for name, array in arguments.items()}
 
 
+@pytest.mark.host
 def test_interpreted_with_the_state_in_pieces():
     """Another tiling, one value head a key head, and a 16-bit pool."""
     model = dataclasses.replace(SMALL, num_k_heads=1, num_v_heads=1)

@@ -138,6 +138,7 @@ def test_an_implementation_of_ones_own_can_be_timed():
 
 
 @pytest.mark.parametrize("op", ["gdn_decode", "paged_decode_attention"])
+@pytest.mark.host
 def test_whatever_is_tried_lowers_for_an_h200(op):
     """On the 4B shapes: the first, the last and some between of each step, beside the defaults."""
     spec = specs_of(op)["4b-rows64" if op == "gdn_decode" else "4b-1x1k"]
