@@ -62,8 +62,9 @@ class ArgumentChecker:
         """
         shape, (size, origin) = np.shape(array), self._sizes[letter]
         if len(shape) != 1 or shape[0] < size:
+            expected = f"[{letter} or more]"
             raise ValueError(
-                f"{self._op}: {name} must be [{letter} or more], got shape {shape} ({letter} = {size} comes from {origin})"
+                f"{self._op}: {name} must be {expected}, got shape {shape} ({letter} = {size} comes from {origin})"
             )
         return self
 

@@ -31,6 +31,7 @@ from scripts.demo_model.settings import FIXED, Settings
 CARD, TRAINING = "README.md", "training.json"
 TEMPLATE = pathlib.Path(__file__).with_name("card.md")
 PICTURE_DPI = 70
+STAGE_FIELDS = ("batch_size", "seq_len", "total_steps")  # what the legs of a run may differ in
 SHORT_PROMPT = 420  # characters of a prompt that is shown
 DESCRIPTIONS: Mapping[str, str] = {
     "recall": "values of keys out of a list or running text of up to about a thousand tokens",
@@ -67,10 +68,11 @@ def training_of(run_dir: pathlib.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Legs in a row with batches of one shape."""
+    """Legs in a row with batches of one shape and one schedule."""
 
     batch_size: int
     seq_len: int
+    total_steps: int
     first_step: int
     last_step: int
     seconds: float
@@ -88,7 +90,7 @@ class Stage:
 def stages(legs: Sequence[Mapping[str, Any]]) -> list[Stage]:
     """The stages of a run. A leg that was run again from an earlier step counts as far as it was kept."""
     found = []
-    for shape, group in itertools.groupby(legs, key=lambda leg: (leg["batch_size"], leg["seq_len"])):
+    for shape, group in itertools.groupby(legs, key=lambda leg: tuple(leg[name] for name in STAGE_FIELDS)):
         some = list(group)
         devices = tuple(dict.fromkeys(leg["device"] for leg in some))
         seconds = sum(leg["seconds"] for leg in some)
@@ -99,8 +101,8 @@ def stages(legs: Sequence[Mapping[str, Any]]) -> list[Stage]:
 def stage_rows(found: Sequence[Stage]) -> str:
     """The rows of the table of stages."""
     return "\n".join(
-        f"| {s.first_step:,} to {s.last_step:,} | {s.batch_size} x {s.seq_len:,} | {s.tokens / 1e6:,.0f} M | "
-        f"{s.seconds / 60:.0f} min | {', '.join(s.devices)} |"
+        f"| {s.first_step:,} to {s.last_step:,} | {s.batch_size} x {s.seq_len:,} | {s.total_steps:,} | "
+        f"{s.tokens / 1e6:,.0f} M | {s.seconds / 60:.0f} min | {', '.join(s.devices)} |"
         for s in found
     )
 
@@ -108,11 +110,11 @@ def stage_rows(found: Sequence[Stage]) -> str:
 def train_commands(training: Mapping[str, Any]) -> list[str]:
     """The commands of training, one a stage: flags of what decides the result and is not the default."""
     settings, defaults = training["settings"], Settings()
-    common = [name for name in FIXED if name not in ("batch_size", "seq_len")]
+    common = [name for name in FIXED if name not in STAGE_FIELDS]
     changed = {name: settings[name] for name in common if settings[name] != getattr(defaults, name)}
     found, all_stages = [], stages(training["legs"])
     for stage in all_stages:
-        flags = changed | {"batch_size": stage.batch_size, "seq_len": stage.seq_len, "stop_after_seconds": 0}
+        flags = changed | {name: getattr(stage, name) for name in STAGE_FIELDS} | {"stop_after_seconds": 0}
         if len(all_stages) > 1:
             flags |= {"max_steps": stage.steps}
             if stage is not all_stages[0]:

@@ -275,6 +275,7 @@ class Leg:
                 "last_step": self.step,
                 "batch_size": self.settings.batch_size,
                 "seq_len": self.settings.seq_len,
+                "total_steps": self.settings.total_steps,
                 "seconds": round(time.monotonic() - self.started, 1),
                 "device": self.device.device_kind,
                 "versions": dict(self.trainer.versions),
