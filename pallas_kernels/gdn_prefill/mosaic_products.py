@@ -21,8 +21,8 @@ class Sum:
         """Start from a value instead of zeros."""
         self._ref[...] = value
 
-    def add(self, left: jax.Array, right_ref) -> None:
-        """Add a product of a matrix in registers, [64, K], with one in shared memory, [K, N]."""
+    def add(self, left, right_ref) -> None:
+        """Add a product of a matrix in registers or shared memory, [64, K], with one in shared memory, [K, N]."""
         plgpu.wgmma(self._ref, left, right_ref)
 
     def read(self, running: int) -> jax.Array:
@@ -40,9 +40,9 @@ class Emulated:
         """See :meth:`Sum.start`."""
         self._value = value
 
-    def add(self, left: jax.Array, right_ref) -> None:
+    def add(self, left, right_ref) -> None:
         """See :meth:`Sum.add`."""
-        self._value = self._value + jnp.dot(left, right_ref[...], preferred_element_type=jnp.float32)
+        self._value = self._value + jnp.dot(left[...], right_ref[...], preferred_element_type=jnp.float32)
 
     def read(self, running: int) -> jax.Array:
         """See :meth:`Sum.read`."""

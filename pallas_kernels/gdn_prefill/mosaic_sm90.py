@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gdn_prefill import triton
+from pallas_kernels.gdn_prefill import mosaic_solve
 from pallas_kernels.gdn_prefill.mosaic_products import split, with_sums
 from pallas_kernels.gdn_prefill.mosaic_work import ALIGNMENT, Requests, most_windows, work_lists
 from pallas_kernels.gdn_prefill.triton import _KEPT, _QUERY, _READ, _WRITE, DIM
@@ -75,9 +75,8 @@ def gdn_prefill(
     padding = -num_tokens % ALIGNMENT  # none in a bucket of the engine
     if padding:
         qkv = jnp.pad(qkv, ((0, padding), (0, 0)))
-    solved, scores, factors = triton.solve(
-        tiles, qkv, b, a, A_log, dt_bias, num_k_heads=num_k_heads, tiling=triton.Tiling(), interpret=bool(interpret)
-    )
+    gates = mosaic_solve.gates(b, a, A_log, dt_bias, num_tokens + padding)
+    solved, scores, factors = mosaic_solve.solve(tiles, qkv, gates, num_k_heads=num_k_heads, interpret=interpret)
     blocks = (DIM // VALUES) * num_heads * requests.base.shape[0]
     pool_ref = jax.new_ref(state_pool)
     kernel = pl.kernel(
@@ -264,7 +263,6 @@ def _scan(
             value = plgpu.layout_cast(value, _MATRIX).astype(jnp.float32)
             high, low = split(value - rows(_READ) * reads.read(running=2))
             read = queries.read(running=0)
-            lax.optimization_barrier(halves)
             solved = [memory.solved.at[number].transpose((1, 0)) for number in range(PARTS)]
             for left, right in ((low, solved[0]), (high, solved[1]), (high, solved[0])):
                 delta.add(left, right)
