@@ -15,7 +15,6 @@ state passes through shared memory, but the output on its way out. See NOTES.md 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -241,7 +240,7 @@ def _scan(
 
         plgpu.barrier_wait(memory.inputs_full)
 
-        # Of other requests, that may be NaN, and zero times NaN is NaN. Their queries lie in columns that are not stored.
+        # A neighbour's may be NaN, and zero times NaN is NaN. Its queries lie in columns that are not stored.
         @pl.when((first > 0) | (end < TILE))
         def _():
             row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=_MATRIX)
@@ -262,12 +261,12 @@ def _scan(
             value = plgpu.load(memory.values.transpose((1, 0)), layout=_TRANSPOSED)
             value = plgpu.layout_cast(value, _MATRIX).astype(jnp.float32)
             high, low = split(value - rows(_READ) * reads.read(running=2))
-            read = queries.read(running=0)
             solved = [memory.solved.at[number].transpose((1, 0)) for number in range(PARTS)]
             for left, right in ((low, solved[0]), (high, solved[1]), (high, solved[0])):
                 delta.add(left, right)
             kept, write = memory.factors[_KEPT, TILE - 1], rows(_WRITE)
-            out.start(rows(_QUERY) * read)
+            # What starts behind the reads keeps them short: without it the compiler joins the two waits.
+            out.start(rows(_QUERY) * queries.read(running=3))
             total.start(kept * state)
             found = delta.read(running=0)
             for half in split(write * found):

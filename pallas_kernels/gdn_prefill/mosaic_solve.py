@@ -64,7 +64,7 @@ def solve(tiles, qkv, gates, *, num_k_heads: int, interpret=False):
         interpret: whether and how the kernel is interpreted.
 
     Returns:
-        T and P, bf16[M, Hv, 2, 64, 64] each, and the factors of the rows, f32[M, Hv, 4, 64]; dead windows are unwritten.
+        T and P, bf16[M, Hv, 2, 64, 64] each, and the rows' factors, f32[M, Hv, 4, 64]; dead windows stay unwritten.
     """
     num_heads, num_tiles = gates.shape[0], tiles.shape[1]
     matrices = jax.ShapeDtypeStruct((num_tiles, num_heads, PARTS, TILE, TILE), jnp.bfloat16)
@@ -179,9 +179,7 @@ def _one_head(memory: _Memory, member, first, end, of_keys, of_queries, norm_que
     def kept(mask, matrix):
         return jnp.where(mask, matrix, jnp.zeros_like(matrix))
 
-    since_start = [
-        jnp.sum(kept(column <= row, _wide(gate(kind, _COLUMNS), 1)), axis=1) for kind in (_COARSE, _FINE)
-    ]
+    since_start = [jnp.sum(kept(column <= row, _wide(gate(kind, _COLUMNS), 1)), axis=1) for kind in (_COARSE, _FINE)]
     norm_key = lax.rsqrt(jnp.sum(kept(column == row, of_keys), axis=1) + L2_EPSILON)
     for number, vector in enumerate(since_start):
         memory.sums[number] = vector

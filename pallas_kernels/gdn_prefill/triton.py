@@ -142,7 +142,7 @@ def solve(tiles, qkv, b, a, A_log, dt_bias, *, num_k_heads: int, tiling: Tiling,
         interpret: whether the kernel is interpreted.
 
     Returns:
-        T and P, [M, Hv, parts, 64, 64] each, and the factors of the rows, f32[M, Hv, 4, 64]; dead windows are unwritten.
+        T and P, [M, Hv, parts, 64, 64] each, and the rows' factors, f32[M, Hv, 4, 64]; dead windows stay unwritten.
     """
     num_tokens, num_heads = b.shape
     num_tiles = tiles.shape[1]
@@ -171,8 +171,8 @@ def _work(cu_seqlens, slot_ids, has_state, num_tokens: int) -> tuple[jax.Array, 
     """Work of the two kernels.
 
     Returns:
-        i32[3, M], (start, 0, length) of each tile, length 0 for dead entries; i32[5, R + 1], (start, length, first tile,
-        slot, has_state) of the requests, longest first, and of the pads as one more request at the end, of slot -1.
+        i32[3, M], (start, 0, length) of each tile, length 0 for dead entries; i32[5, R + 1], (start, length, first
+        tile, slot, has_state) of the requests, longest first, and of the pads as one more at the end, of slot -1.
     """
     tiles = tile_work_list(cu_seqlens, num_tokens)
     index = jnp.arange(tiles.start.shape[0], dtype=jnp.int32)
