@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gdn_prefill import mosaic_solve
-from pallas_kernels.gdn_prefill.mosaic_products import split, with_sums
+from pallas_kernels.gdn_prefill.mosaic_products import joined, split, with_sums
 from pallas_kernels.gdn_prefill.mosaic_work import ALIGNMENT, Requests, most_windows, work_lists
 from pallas_kernels.gdn_prefill.triton import _KEPT, _QUERY, _READ, _WRITE, DIM
 from pallas_kernels.gpu_support import require, require_nvidia
@@ -230,75 +230,107 @@ def _scan(
     fetch_scores(jnp.int32(0))
     pl.when(chunks > 1)(lambda: fetch_keys(jnp.int32(1)))
 
-    def one_chunk(chunk, carry):
-        state, halves = carry
-        first = jnp.where(chunk == 0, request.first, 0)
-        end = jnp.minimum(request.end - chunk * TILE, TILE)
-        stage = lax.rem(chunk, 2)
-        keys = memory.keys.at[stage]
-        plgpu.barrier_wait(memory.keys_full.at[stage])
+    def bounds(chunk):
+        """Rows of a chunk's window that are the request's."""
+        return jnp.where(chunk == 0, request.first, 0), jnp.minimum(request.end - chunk * TILE, TILE)
 
-        plgpu.barrier_wait(memory.inputs_full)
+    def store(chunk, out):
+        start = request.base + chunk * TILE
+        _store(out_ref, memory, out, start, *bounds(chunk), head, pl.ds(first_value, VALUES))
 
-        # A neighbour's may be NaN, and zero times NaN is NaN. Its queries lie in columns that are not stored.
+    def rows(kind):
+        """A factor of every token: of every column here."""
+        return lax.broadcast_in_dim(plgpu.load(memory.factors.at[kind], layout=_TOKENS), (VALUES, TILE), [1])
+
+    def clean(chunk, *refs):
+        """Zeros for what is not the request's: a neighbour's may be NaN, and zero times NaN is NaN.
+
+        Its queries need none: they lie in columns that are not stored.
+        """
+        first, end = bounds(chunk)
+
         @pl.when((first > 0) | (end < TILE))
         def _():
             row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=_MATRIX)
-            for ref in (keys.at[:, pl.ds(0, TILE)], keys.at[:, pl.ds(TILE, TILE)], memory.values):
+            for ref in refs:
                 piece = plgpu.load(ref, layout=_MATRIX)
                 ref[...] = jnp.where((row >= first) & (row < end), piece, jnp.zeros_like(piece))
             plgpu.commit_smem()
 
-        def rows(kind):
-            """A factor of every token: of every column here."""
-            return lax.broadcast_in_dim(plgpu.load(memory.factors.at[kind], layout=_TOKENS), (VALUES, TILE), [1])
+    def await_keys(chunk):
+        stage = lax.rem(chunk, 2)
+        plgpu.barrier_wait(memory.keys_full.at[stage])
+        clean(chunk, *(memory.keys.at[stage, :, pl.ds(column, TILE)] for column in (0, TILE)))
 
-        def products(reads, queries, delta, out, total):
+    def add_reads(reads, chunk, halves):
+        for half in halves:
+            reads.add(half, memory.keys.at[lax.rem(chunk, 2)].transpose((1, 0)))
+
+    def one_chunk(chunk, carry):
+        """From the reads of a chunk to those of the next: nearly every wait has a product behind it that waits for none."""
+        halves, read = carry
+        plgpu.barrier_wait(memory.inputs_full)
+        clean(chunk, memory.values)
+
+        def products(out, delta, total, reads):
             for half in halves:
-                reads.add(half, keys.transpose((1, 0)))
-            for half in halves:
-                queries.add(half, memory.queries.transpose((1, 0)))
+                out.add(half, memory.queries.transpose((1, 0)))
             value = plgpu.load(memory.values.transpose((1, 0)), layout=_TRANSPOSED)
             value = plgpu.layout_cast(value, _MATRIX).astype(jnp.float32)
-            high, low = split(value - rows(_READ) * reads.read(running=2))
+            high, low = split(value - rows(_READ) * read)
             solved = [memory.solved.at[number].transpose((1, 0)) for number in range(PARTS)]
             for left, right in ((low, solved[0]), (high, solved[1]), (high, solved[0])):
                 delta.add(left, right)
             kept, write = memory.factors[_KEPT, TILE - 1], rows(_WRITE)
-            # What starts behind the reads keeps them short: without it the compiler joins the two waits.
-            out.start(rows(_QUERY) * queries.read(running=3))
-            total.start(kept * state)
+            out.start(rows(_QUERY) * out.read(running=3))
+            total.start(kept * joined(halves))
             found = delta.read(running=0)
             for half in split(write * found):
-                total.add(half, keys)
+                total.add(half, memory.keys.at[lax.rem(chunk, 2)])
             high, low = split(found)
             plgpu.barrier_wait(memory.scores_full)
             scores = [memory.scores.at[number].transpose((1, 0)) for number in range(PARTS)]
             for left, right in ((low, scores[0]), (high, scores[1]), (high, scores[0])):
                 out.add(left, right)
             plgpu.commit_smem()  # everyone is done with the inputs
-            pl.when(chunk + 1 < chunks)(lambda: fetch_inputs(chunk + 1))
-            new_state = total.read(running=3)
-            return new_state, split(new_state), out.read(running=0)
+
+            @pl.when(chunk + 1 < chunks)
+            def _():
+                fetch_inputs(chunk + 1)
+                await_keys(chunk + 1)
+
+            new_halves = split(total.read(running=3))
+            add_reads(reads, chunk + 1, new_halves)  # of nothing behind the last chunk
+            store(chunk, out.read(running=2))  # everyone is done with what the chunk had to itself
+
+            @pl.when(chunk + 1 < chunks)
+            def _():
+                fetch_scores(chunk + 1)
+                pl.when(chunk + 2 < chunks)(lambda: fetch_keys(chunk + 2))
+
+            return new_halves, reads.read(running=0)
 
         square, wide = (VALUES, TILE), (VALUES, DIM)
-        state, halves, out = with_sums(products, (square, square, square, square, wide), emulate=emulate)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output before this one has left; everyone is done here
-        pl.when(chunk + 1 < chunks)(lambda: fetch_scores(chunk + 1))
-        pl.when(chunk + 2 < chunks)(lambda: fetch_keys(chunk + 2))
-        _store(out_ref, memory, out, request.base + chunk * TILE, first, end, head, pl.ds(first_value, VALUES))
-        return state, halves
+        return with_sums(products, (square, square, wide, square), emulate=emulate)
+
+    def first_reads(reads):
+        add_reads(reads, 0, halves)
+        return reads.read(running=0)
 
     state = plgpu.load(pool_ref, layout=_MATRIX, optimized=False).astype(jnp.float32)
     state = jnp.where(request.has_state != 0, state, jnp.zeros_like(state))
-    state, _ = lax.fori_loop(0, chunks, one_chunk, (state, split(state)))
-    pool_ref[...] = state.astype(state_dtype)
+    halves = split(state)
+    await_keys(jnp.int32(0))
+    read = with_sums(first_reads, ((VALUES, TILE),), emulate=emulate)
+    halves, _ = lax.fori_loop(0, chunks, one_chunk, (halves, read))
+    pool_ref[...] = joined(halves).astype(state_dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
 
 
 def _store(out_ref, memory: _Memory, out, start, first, end, head, own):
     """The output of a chunk, value dims by tokens: whole tiles in one piece, ragged ones row by row."""
     out = plgpu.layout_cast(out.astype(out_ref.dtype), _TRANSPOSED)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output before this one has left
 
     @pl.when((first == 0) & (end == TILE))
     def _():
