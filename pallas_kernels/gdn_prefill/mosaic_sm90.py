@@ -267,7 +267,7 @@ def _scan(
             reads.add(half, memory.keys.at[lax.rem(chunk, 2)].transpose((1, 0)))
 
     def one_chunk(chunk, carry):
-        """From the reads of a chunk to those of the next: nearly every wait has a product behind it that waits for none."""
+        """From the reads of a chunk to those of the next: nearly every wait has a product behind it."""
         halves, read = carry
         plgpu.barrier_wait(memory.inputs_full)
         clean(chunk, memory.values)
