@@ -67,26 +67,44 @@ def gdn_prefill(
     head_k_dim,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`pallas_kernels.gdn_prefill`. The pool is a reference to the second kernel: updated in place."""
+    """See :func:`pallas_kernels.gdn_prefill`."""
     num_tokens = qkv.shape[0]
-    num_heads = state_pool.shape[2]
-    tiles, requests = work_lists(cu_seqlens, slot_ids, has_state, num_tokens)
+    windows, requests = work_lists(cu_seqlens, slot_ids, has_state, num_tokens)
     padding = -num_tokens % ALIGNMENT  # none in a bucket of the engine
     if padding:
         qkv = jnp.pad(qkv, ((0, padding), (0, 0)))
     gates = mosaic_solve.gates(b, a, A_log, dt_bias, num_tokens + padding)
-    solved, scores, factors = mosaic_solve.solve(tiles, qkv, gates, num_k_heads=num_k_heads, interpret=interpret)
+    found = mosaic_solve.solve(windows, qkv, gates, num_k_heads=num_k_heads, interpret=interpret)
+    out, pool = scan(requests, qkv, *found, layer, state_pool, num_k_heads=num_k_heads, interpret=interpret)
+    return out[:num_tokens] if padding else out, pool
+
+
+def scan(
+    requests: Requests, qkv, solved, scores, factors, layer, state_pool, *, num_k_heads: int, interpret=False
+) -> tuple[jax.Array, jax.Array]:
+    """The second kernel. The pool is a reference to it: updated in place.
+
+    Args:
+        requests: see :func:`mosaic_work.work_lists`.
+        qkv: bf16[T, C], T a multiple of 8.
+        solved: T of every window, bf16[M, Hv, 2, 64, 64]; it and the next two come from :func:`mosaic_solve.solve`.
+        scores: P.
+        factors: f32[M, Hv, 4, 64].
+        layer: i32 scalar.
+        state_pool: [L, S, Hv, Dv, Dk].
+        num_k_heads: Hk.
+        interpret: whether and how the kernel is interpreted.
+
+    Returns:
+        The outputs, bf16[T, Hv, Dv], and the pool.
+    """
+    num_heads = state_pool.shape[2]
     blocks = (DIM // VALUES) * num_heads * requests.base.shape[0]
+    sizes = {"num_k_heads": num_k_heads, "num_heads": num_heads, "state_dtype": state_pool.dtype}
     pool_ref = jax.new_ref(state_pool)
     kernel = pl.kernel(
-        functools.partial(
-            _kernel,
-            num_k_heads=num_k_heads,
-            num_heads=num_heads,
-            state_dtype=state_pool.dtype,
-            emulate=bool(interpret),
-        ),
-        out_type=[jax.ShapeDtypeStruct((num_tokens + padding, num_heads, DIM), qkv.dtype)],
+        functools.partial(_kernel, **sizes, emulate=bool(interpret)),
+        out_type=[jax.ShapeDtypeStruct((qkv.shape[0], num_heads, DIM), qkv.dtype)],
         mesh=plgpu.Mesh(grid=(blocks,), grid_names=("block",)),
         # Barriers are placed by hand, with commit_smem.
         compiler_params=plgpu.CompilerParams(
@@ -96,7 +114,7 @@ def gdn_prefill(
         name="gdn_prefill_scan",
     )
     [out] = kernel(qkv, solved, scores, factors, jnp.stack(requests), layer[None], pool_ref)
-    return out[:num_tokens] if padding else out, jax.freeze(pool_ref)
+    return out, jax.freeze(pool_ref)
 
 
 class _Memory(NamedTuple):
