@@ -75,7 +75,7 @@ def solve(tiles, qkv, gates, *, num_k_heads: int, interpret=False):
         mesh=plgpu.Mesh(grid=(num_tiles * num_k_heads,), grid_names=("block",)),
         # Barriers are placed by hand, with commit_smem.
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
         ),
         interpret=interpret,
         name="gdn_prefill_solve",
@@ -195,7 +195,7 @@ def _one_head(memory: _Memory, member, first, end, of_keys, of_queries, norm_que
         memory.scores[number] = part
     coupling = kept(column < row, of_keys * between * _wide(norm_key * gate(_BETA, _ROWS), 0))
 
-    inverse = _invert(memory, coupling, row, column, emulate)
+    inverse = _invert(memory, coupling, emulate)
 
     for number, part in enumerate(split(inverse * _wide(gate(_BETA, _COLUMNS), 1))):
         memory.inverse[number] = part
@@ -208,12 +208,21 @@ def _one_head(memory: _Memory, member, first, end, of_keys, of_queries, norm_que
     plgpu.commit_smem()
 
 
-def _invert(memory: _Memory, coupling, row, column, emulate: bool) -> jax.Array:
-    """``(I + coupling)^-1`` of a strictly lower triangular matrix f32[64, 64]."""
-    own_block = row[:, :BLOCK] // BLOCK
-    diagonal = coupling[:, :BLOCK]
+def _invert(memory: _Memory, coupling, emulate: bool) -> jax.Array:
+    """``(I + coupling)^-1`` of a strictly lower triangular matrix f32[64, 64].
+
+    With A and B the inverses of neighbouring diagonal blocks and C the coupling of the second with the first, the
+    inverse of both is ``[[A, 0], [-B C A, B]]``.
+    """
+    own = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=_MATRIX) // BLOCK  # block of the row
+    pieces = [coupling[:, start : start + BLOCK] for start in range(0, TILE, BLOCK)]
+
+    def kept(mask, piece):
+        return jnp.where(mask, piece, jnp.zeros_like(piece))
+
+    diagonal = pieces[0]
     for number in range(1, BLOCKS):
-        diagonal = jnp.where(own_block == number, coupling[:, number * BLOCK : (number + 1) * BLOCK], diagonal)
+        diagonal = jnp.where(own == number, pieces[number], diagonal)
     memory.coupling[...] = diagonal
     plgpu.commit_smem()
     if emulate:
@@ -222,8 +231,17 @@ def _invert(memory: _Memory, coupling, row, column, emulate: bool) -> jax.Array:
         _substitute(memory)
     plgpu.commit_smem()
     diagonal = plgpu.load(memory.diagonal, layout=_MATRIX, optimized=False)
-    inverse = lax.concatenate([diagonal] * BLOCKS, 1)
-    inverse = jnp.where(row // BLOCK == column // BLOCK, inverse, jnp.zeros_like(inverse))
+    inverse = lax.concatenate([kept(own == number, diagonal) for number in range(BLOCKS)], 1)
+
+    empty = plgpu.layout_cast(jnp.zeros((TILE, BLOCK), jnp.float32), _MATRIX)
+    pairs = lax.concatenate([kept(own == 1, pieces[0]), empty, kept(own == 3, pieces[2]), empty], 1)
+    inverse = _join(memory, inverse, pairs, emulate)
+    pairs = lax.concatenate([kept(own >= 2, pieces[0]), kept(own >= 2, pieces[1]), empty, empty], 1)
+    return _join(memory, inverse, pairs, emulate)
+
+
+def _join(memory: _Memory, inverse, coupling, emulate: bool) -> jax.Array:
+    """Inverses of pairs of blocks, from those of the blocks and the coupling of each second block with its first."""
 
     def product(left, right_ref):
         def run(total):
@@ -233,20 +251,14 @@ def _invert(memory: _Memory, coupling, row, column, emulate: bool) -> jax.Array:
 
         return with_sums(run, ((TILE, TILE),), emulate=emulate)
 
-    size = BLOCK
-    while size < TILE:
-        pairs = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
-        halves = split(inverse)
-        for number, part in enumerate(halves):
-            memory.inverse[number] = part
-        plgpu.commit_smem()
-        crossing = product(split(jnp.where(pairs, coupling, jnp.zeros_like(coupling))), memory.inverse)
-        for number, part in enumerate(split(crossing)):
-            memory.crossing[number] = part
-        plgpu.commit_smem()
-        inverse = inverse - product(halves, memory.crossing)
-        size *= 2
-    return inverse
+    halves = split(inverse)
+    for number, part in enumerate(halves):
+        memory.inverse[number] = part
+    plgpu.commit_smem()
+    for number, part in enumerate(split(product(split(coupling), memory.inverse))):
+        memory.crossing[number] = part
+    plgpu.commit_smem()
+    return inverse - product(halves, memory.crossing)
 
 
 def _substitute(memory: _Memory) -> None:
