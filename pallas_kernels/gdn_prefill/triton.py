@@ -105,33 +105,16 @@ def gdn_prefill(
     num_heads, head_v_dim = state_pool.shape[2:4]
     tiling = tiling or (Tiling() if qkv.dtype == jnp.bfloat16 else FULL_FLOAT32)
     tiles, requests = _work(cu_seqlens, slot_ids, has_state, num_tokens)
-    num_tiles = tiles.shape[1]
-    sizes = {"num_k_heads": num_k_heads, "group": num_heads // num_k_heads, "parts": tiling.parts}
-
+    solved, scores, factors = solve(
+        tiles, qkv, b, a, A_log, dt_bias, num_k_heads=num_k_heads, tiling=tiling, interpret=interpret
+    )
     whole = pl.BlockSpec(memory_space=pl.ANY)
-
-    def token_rows(*shape: int) -> pl.BlockSpec:
-        """Room for the last tile to run past the end: rows past a tile's length are masked, nothing is read there."""
-        return pl.BlockSpec((num_tokens + TILE, *shape), lambda *_: (0,) * (1 + len(shape)))
-
-    matrices = jax.ShapeDtypeStruct((num_tiles, num_heads, tiling.parts, TILE, TILE), jnp.bfloat16)
-    factors = jax.ShapeDtypeStruct((num_tiles, num_heads, 4, TILE), jnp.float32)
-    solved, scores, factors = pl.pallas_call(
-        functools.partial(_solve, **sizes, size=tiling.solved),
-        grid=(num_heads, num_tiles),
-        in_specs=[whole, token_rows(channels), token_rows(num_heads), token_rows(num_heads), whole, whole],
-        out_specs=[whole] * 3,
-        out_shape=[matrices, matrices, factors],
-        compiler_params=plgpu.CompilerParams(num_warps=tiling.solve_warps, num_stages=1),
-        interpret=interpret,
-        name="gdn_prefill_solve",
-    )(tiles, qkv, b, a, A_log, dt_bias)
-
+    sizes = {"num_k_heads": num_k_heads, "group": num_heads // num_k_heads, "parts": tiling.parts}
     out, state_pool = pl.pallas_call(
         functools.partial(_scan, **sizes, value_dims=tiling.value_dims, key_dims=tiling.key_dims),
         grid=(head_v_dim // tiling.value_dims, num_heads, requests.shape[1]),
-        in_specs=[whole, token_rows(channels), whole, whole, whole, whole, whole],
-        out_specs=[token_rows(num_heads, head_v_dim), whole],
+        in_specs=[whole, _token_rows(num_tokens, channels), whole, whole, whole, whole, whole],
+        out_specs=[_token_rows(num_tokens, num_heads, head_v_dim), whole],
         out_shape=[
             jax.ShapeDtypeStruct((num_tokens, num_heads, head_v_dim), qkv.dtype),
             jax.ShapeDtypeStruct(state_pool.shape, state_pool.dtype),
@@ -144,16 +127,56 @@ def gdn_prefill(
     return out, state_pool
 
 
+def solve(tiles, qkv, b, a, A_log, dt_bias, *, num_k_heads: int, tiling: Tiling, interpret: bool = False):
+    """The first kernel: what does not depend on the state.
+
+    Args:
+        tiles: i32[3, M], first token of each window of 64, its first row that counts, and the row behind the last.
+        qkv: [T, C], see :func:`pallas_kernels.gdn_prefill`; so are b, a, A_log and dt_bias.
+        b: [T, Hv].
+        a: [T, Hv].
+        A_log: f32[Hv or more].
+        dt_bias: f32[Hv or more].
+        num_k_heads: Hk.
+        tiling: ``parts``, ``solved`` and ``solve_warps`` count.
+        interpret: whether the kernel is interpreted.
+
+    Returns:
+        T and P, [M, Hv, parts, 64, 64] each, and the rows' factors, f32[M, Hv, 4, 64]; dead windows stay unwritten.
+    """
+    num_tokens, num_heads = b.shape
+    num_tiles = tiles.shape[1]
+    rows = [_token_rows(num_tokens, qkv.shape[1]), *[_token_rows(num_tokens, num_heads)] * 2]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    matrices = jax.ShapeDtypeStruct((num_tiles, num_heads, tiling.parts, TILE, TILE), jnp.bfloat16)
+    group = num_heads // num_k_heads
+    return pl.pallas_call(
+        functools.partial(_solve, num_k_heads=num_k_heads, group=group, parts=tiling.parts, size=tiling.solved),
+        grid=(num_heads, num_tiles),
+        in_specs=[whole, *rows, whole, whole],
+        out_specs=[whole] * 3,
+        out_shape=[matrices, matrices, jax.ShapeDtypeStruct((num_tiles, num_heads, 4, TILE), jnp.float32)],
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.solve_warps, num_stages=1),
+        interpret=interpret,
+        name="gdn_prefill_solve",
+    )(tiles, qkv, b, a, A_log, dt_bias)
+
+
+def _token_rows(num_tokens: int, *shape: int) -> pl.BlockSpec:
+    """Room for the last tile to run past the end: rows that do not count are masked, nothing is read there."""
+    return pl.BlockSpec((num_tokens + TILE, *shape), lambda *_: (0,) * (1 + len(shape)))
+
+
 def _work(cu_seqlens, slot_ids, has_state, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     """Work of the two kernels.
 
     Returns:
-        i32[2, M], (start, length) of each tile, length 0 for dead entries; i32[5, R + 1], (start, length, first tile,
-        slot, has_state) of the requests, longest first, and of the pads as one more request at the end, of slot -1.
+        i32[3, M], (start, 0, length) of each tile, length 0 for dead entries; i32[5, R + 1], (start, length, first
+        tile, slot, has_state) of the requests, longest first, and of the pads as one more at the end, of slot -1.
     """
     tiles = tile_work_list(cu_seqlens, num_tokens)
     index = jnp.arange(tiles.start.shape[0], dtype=jnp.int32)
-    tile_fields = jnp.stack([tiles.start, jnp.where(index < tiles.count, tiles.length, 0)])
+    tile_fields = jnp.stack([tiles.start, jnp.zeros_like(index), jnp.where(index < tiles.count, tiles.length, 0)])
 
     num_requests = slot_ids.shape[0]
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
@@ -168,7 +191,7 @@ def _work(cu_seqlens, slot_ids, has_state, num_tokens: int) -> tuple[jax.Array, 
 
 
 def _solve(
-    tiles_ref,  # [2, M]
+    tiles_ref,  # [3, M]
     qkv_ref,  # [T + 64, C]
     b_ref,  # [T + 64, Hv]
     a_ref,
@@ -185,13 +208,13 @@ def _solve(
 ):
     """T, P and the factors of one tile of one value head."""
     head, tile = pl.program_id(0), pl.program_id(1)
-    start, length = tiles_ref[0, tile], tiles_ref[1, tile]
+    start, first, end = (tiles_ref[field, tile] for field in range(3))
     key_head = head // group
     steps = jnp.arange(TILE, dtype=jnp.int32)
-    tokens, real = pl.ds(start, TILE), steps < length
+    tokens, real = pl.ds(start, TILE), (steps >= first) & (steps < end)
     real_rows = jnp.broadcast_to(real[:, None], (TILE, DIM))
 
-    @pl.when(length > 0)
+    @pl.when(end > 0)
     def _():
         query = plgpu.load(qkv_ref.at[tokens, pl.ds(key_head * DIM, DIM)], mask=real_rows, other=0.0)
         key = plgpu.load(qkv_ref.at[tokens, pl.ds((num_k_heads + key_head) * DIM, DIM)], mask=real_rows, other=0.0)

@@ -71,6 +71,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     # For bfloat16 activations the states and what multiplies them are carried as two bfloat16 numbers, 16 bits of
     # mantissa (3e-5 seen on random inputs, 1.4e-4 where all keys are equal); for all others as three (2e-6 seen).
     ("gdn_prefill", "triton"): Tolerance(exact=1e-5, roundoffs=2, from_bfloat16=3e-4),
+    ("gdn_prefill", "mosaic_sm90"): Tolerance(exact=1e-5, roundoffs=2, from_bfloat16=3e-4),  # bfloat16 alone
     ("kv_write", "triton"): Tolerance(exact=2e-6, roundoffs=2),
     # Away from the diagonal the softmax weights meet the values rounded to the activation dtype. In float32 products
     # are chains of multiply-adds, 32k of them in a row on the longest prefix of this suite (1.6e-5 seen).
