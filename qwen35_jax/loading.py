@@ -371,7 +371,7 @@ def _warm_up(programs: ProgramSet, progress: ProgressFn, stage: str, store: Prog
     try:
         return programs.warm_up(init_device_state(programs.shapes, programs.device))
     except Exception as error:
-        if store is None or not programs.num_loaded:
+        if store is None or not programs.num_loaded or "RESOURCE_EXHAUSTED" in str(error):
             raise
         failure = str(error)
     # Only here is nothing left that holds the first pools.

@@ -52,7 +52,7 @@ _NO_PART = re.compile(
     r"jax_(compilation_cache|persistent_cache|raise_persistent|enable_compilation_cache|explain_cache|log|dump|platforms?"
     r"|platform_name|\w+_visible_devices|traceback_filtering|debug_log|tracer_error|pprint|mtls|num_cpu_devices)"
 )
-_FLAGS = re.compile(r"XLA_(?!PYTHON_CLIENT_)|MOSAIC_|TRITON_|NVIDIA_TF32|CUBLAS_|CUDNN_|TF_(?!CPP_)")
+_FLAGS = re.compile(r"XLA_(?!(PYTHON_)?CLIENT_)|MOSAIC_|TRITON_|NVIDIA_TF32|CUBLAS_|CUDNN_|TF_(?!CPP_)")
 
 
 class NotAProgram(Exception):

@@ -65,7 +65,7 @@ with mock.patch.object(loading, "VARIANTS", ("full",)):
         eos_ids=engine_kit.EOS, num_valid=engine_kit.NUM_VALID, ladder=ladder,
     )
 report = engine.start_report
-sets = (engine.programs, engine.prefill_device._programs)
+sets = (engine.programs, engine.prefill_device.programs)
 before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine._state.cache)]
 given = engine._state
 params = SamplingParams(temperature=1.0, top_p=0.99, seed=3, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -448,10 +448,13 @@ def test_kept_programs_that_do_not_run_are_compiled_anew(store, monkeypatch):
         shapes = device = None
         number, num_loaded = 3, 2
 
+        def __init__(self, error="a kernel is missing"):
+            self.error = error
+
         def warm_up(self, state):
             calls.append("warm_up")
             if self.num_loaded:
-                raise RuntimeError("a kernel is missing")
+                raise RuntimeError(self.error)
             return state
 
         def discard_loaded(self, store, reason):
@@ -466,3 +469,14 @@ def test_kept_programs_that_do_not_run_are_compiled_anew(store, monkeypatch):
     assert calls == ["warm_up", "discard: a kernel is missing", "compile", "warm_up"]
     with pytest.raises(RuntimeError, match="a kernel is missing"):
         loading._warm_up(Programs(), lambda *_: None, "compiling", None)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):  # no fault of the programs
+        loading._warm_up(Programs("RESOURCE_EXHAUSTED: no memory"), lambda *_: None, "compiling", store)
+
+
+def test_discarded_programs_are_gone_from_the_set_and_the_store(store):
+    found = make_set()
+    store.save(KEY, TREES, small_program())
+    found._programs, found._loaded = {"a": small_program(), "b": small_program()}, {"a": KEY}
+    found.discard_loaded(store, "a kernel is missing")
+    assert list(found.executables()) == ["b"] and found.num_loaded == 0
+    assert load(store) is None and "a kernel is missing" in store.warnings[0]
