@@ -32,7 +32,6 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 import pallas_kernels
-import qwen35_jax
 import schedulers
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sI32sIQ")  # magic, version, key, bytes of the facts, bytes of the executable
 _DIGEST_BYTES = 32  # behind the header: sha256 of the header and what follows, the facts (JSON) and the executable
 
-_PACKAGES = (qwen35_jax, pallas_kernels, schedulers)
+_PACKAGES = tuple(pathlib.Path(file or "").parent for file in (__file__, pallas_kernels.__file__, schedulers.__file__))
 _DISTRIBUTIONS = re.compile(r"(jax|flax|numpy|ml_dtypes|nvidia|triton).*\.dist-info", re.IGNORECASE)
 # Settings that decide what is said, where caches are and which devices a process may have, never what a program is.
 _NO_PART = re.compile(
@@ -219,7 +218,7 @@ def circumstances(device: jax.Device) -> dict[str, Any]:
 
 @functools.cache
 def _sources() -> str:
-    return source_digest(*(pathlib.Path(package.__file__ or "").parent for package in _PACKAGES))
+    return source_digest(*_PACKAGES)
 
 
 def source_digest(*folders: pathlib.Path) -> str:

@@ -100,7 +100,7 @@ from tests.qwen35_jax import test_program_store as here
 warnings = []
 store = here.ProgramStore(sys.argv[1], warnings.append)
 program = here.small_program()
-for _ in range(150):
+for _ in range(30):
     store.save(here.KEY, here.TREES, program)
     assert here.load(store) is not None, warnings
 assert not warnings, warnings
