@@ -244,8 +244,8 @@ class ProgramSet:
         hits.take()
         compiled = lowered.compile(compiler_options=compiler_options(key, self.device.platform))
         program = Program(compiled, compiled.memory_analysis().temp_size_in_bytes, self._kernels())
-        # What JAX has read from its own cache is not serialized once more: on a CPU it has no code to give, and elsewhere
-        # nobody has tried.
+        # What JAX has read from its own cache is not serialized once more: on a CPU it has no code to give, and
+        # elsewhere nobody has tried.
         if store is not None and name is not None and not hits.take():
             store.save(name, job.trees, program)
         return key, program, spent + time.perf_counter() - started
