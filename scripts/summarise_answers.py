@@ -160,7 +160,9 @@ def main() -> int:
     ends = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
     found = problems(lines, records)
     right = sum(one.right for one in marked)
-    if marked and right < args.min_right * len(marked):
+    if args.min_right and not marked:
+        found.append("--min_right, but no answer could be compared with an expected one")
+    elif right < args.min_right * len(marked):
         found.append(f"{right} of {len(marked)} answers are right, fewer than {args.min_right:.0%}")
     for problem in found[:10]:
         print(f"PROBLEM {problem}")

@@ -153,6 +153,11 @@ def several_steps(engine: Engine, dispatched: Mapping[str, int]) -> bool:
     return any(record.steps > 1 for record in engine.trace.records)
 
 
+def overlapped_steps(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+    """Prompts on the other device, several decode steps a dispatch."""
+    return overlapped(engine, dispatched) and several_steps(engine, dispatched)
+
+
 def few_rows(engine: Engine, dispatched: Mapping[str, int]) -> bool:
     """As many rows at once as the mode has slots, and no more."""
     return max(record.decode_rows for record in engine.trace.records) == engine.max_num_seqs
@@ -201,4 +206,4 @@ register("stream 8 steps auto", "main", scheduler_policy="auto", shows=several_s
 register("two slots poison", "main", **_STREAM, max_num_seqs=2, debug_poison=True, shows=few_rows, every=2)
 register("one at a time", "main", **_OFF, max_num_seqs=1, debug_poison=True, shows=few_rows, every=3)
 register("other buckets", "other buckets", shows=apart, every=2)
-register("device 8 steps", "device", scheduler_policy="auto", debug_poison=True, shows=overlapped, every=2)
+register("device 8 steps", "device", scheduler_policy="auto", debug_poison=True, shows=overlapped_steps, every=2)

@@ -249,6 +249,10 @@ def test_summary_counts_right_answers(tmp_path: pathlib.Path, monkeypatch, capsy
     assert f"    sort          {example_job.NUMBERS['sort'] - 1} of {example_job.NUMBERS['sort']}" in printed
     code, _ = summarise(tmp_path, monkeypatch, capsys, records, "--min_right=0.9")
     assert code == 0
+    (tmp_path / "nothing.jsonl").write_text("")
+    nothing = f"--expected={tmp_path / 'nothing.jsonl'}"
+    code, printed = summarise(tmp_path, monkeypatch, capsys, records, nothing, "--min_right=0.9")
+    assert code == 1 and "no answer could be compared" in printed
 
 
 def test_reasoning_is_no_answer(tmp_path: pathlib.Path, monkeypatch, capsys) -> None:

@@ -35,11 +35,11 @@ STAGE_FIELDS = ("batch_size", "seq_len", "total_steps")  # what the legs of a ru
 SHORT_PROMPT = 420  # characters of a prompt that is shown
 DESCRIPTIONS: Mapping[str, str] = {
     "recall": "values of keys out of a list or running text of up to about a thousand tokens",
-    "recall_long": "the same out of one to four thousand tokens",
+    "recall_long": "the same out of up to four thousand tokens, nearly always more than one thousand",
     "copy": "a list or a sentence, exactly",
     "reverse": "a list, backwards",
     "sort": "numbers up or down, English words by the alphabet",
-    "arithmetic": "two-digit sums, differences and products, with the working shown",
+    "arithmetic": "two-digit sums, differences and products; with thinking on, the working is shown",
     "json": "named fields out of a text as JSON, an object or a list",
     "qa": "a question about a passage, answered with its words",
     "chat": "greetings, and saying that it knows nothing about a topic",
