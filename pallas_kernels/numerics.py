@@ -65,6 +65,14 @@ def delta_gates(b: jax.Array, a: jax.Array, A_log: jax.Array, dt_bias: jax.Array
     return beta, g
 
 
+def kept_share(a: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
+    """``exp(g)`` of :func:`delta_gates` inside a kernel, where there is no log1p; scalars or arrays, float32."""
+    x = a + dt_bias
+    small = jnp.exp(-jnp.abs(x))  # log(1 + small), by its series where 1 + small would round it away
+    log1p = jnp.where(small < 2.0**-10, small * (1.0 - 0.5 * small), jnp.log(1.0 + small))
+    return jnp.exp(-jnp.exp(A_log) * (jnp.maximum(x, 0.0) + log1p))
+
+
 def rope_cos_sin(positions: jax.Array, rotary_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary embedding.
 

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.gpu_support import require, require_nvidia
-from pallas_kernels.numerics import L2_EPSILON, silu
+from pallas_kernels.numerics import L2_EPSILON, kept_share, silu
 
 DIM = 128  # Dk and Dv: a thread of the warpgroup for each channel of a head
 MAX_GROUP = 4  # value heads of a key head: the most that were ever tried; each keeps its inputs in registers
@@ -277,7 +277,4 @@ def _gates(b, a, A_log_ref, dt_bias_ref, row, head):
     """Write strength and decay (not its logarithm) of one head, scalars."""
     (b_ref, b_first), (a_ref, a_first) = b, a
     beta = lax.logistic(b_ref[row, b_first + head].astype(jnp.float32))
-    x = a_ref[row, a_first + head].astype(jnp.float32) + dt_bias_ref[head]
-    small = jnp.exp(-jnp.abs(x))  # log(1 + small), by its series where 1 + small would round it away
-    log1p = jnp.where(small < 2.0**-10, small * (1.0 - 0.5 * small), jnp.log(1.0 + small))
-    return beta, jnp.exp(-jnp.exp(A_log_ref[head]) * (jnp.maximum(x, 0.0) + log1p))
+    return beta, kept_share(a_ref[row, a_first + head].astype(jnp.float32), A_log_ref[head], dt_bias_ref[head])

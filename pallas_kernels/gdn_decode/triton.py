@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.gpu_support import require, require_nvidia
-from pallas_kernels.numerics import L2_EPSILON, silu
+from pallas_kernels.numerics import L2_EPSILON, kept_share, silu
 
 MAX_GROUP = 8  # value heads of a key head: the code is unrolled over them
 
@@ -183,7 +183,7 @@ def _kernel(
             head = first_head + member
             beta = lax.logistic(projected_ref[row, b_first + head].astype(jnp.float32))
             raw = projected_ref[row, b_first + num_v_heads + head].astype(jnp.float32)
-            kept = _kept(raw, A_log_ref[head], dt_bias_ref[head])
+            kept = kept_share(raw, A_log_ref[head], dt_bias_ref[head])
             outs = []
             for tile in range(tiles):
                 where = (layer, slot, head, pl.ds(tile * values, values), slice(None))
@@ -204,11 +204,3 @@ def _convolve(window, taps) -> jax.Array:
     dtype = window[0].dtype
     total = sum(raw.astype(jnp.float32) * tap.astype(jnp.float32) for raw, tap in zip(window, taps, strict=True))
     return silu(total.astype(dtype).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
-
-
-def _kept(raw, A_log, dt_bias) -> jax.Array:
-    """exp(g) of one head."""
-    x = raw + dt_bias
-    small = jnp.exp(-jnp.abs(x))  # log(1 + small), by its series where 1 + small would round it away
-    log1p = jnp.where(small < 2.0**-10, small * (1.0 - 0.5 * small), jnp.log(1.0 + small))
-    return jnp.exp(-jnp.exp(A_log) * (jnp.maximum(x, 0.0) + log1p))

@@ -265,24 +265,3 @@ def test_same_bits_every_time():
     for _ in range(5):
         for one, again in zip(first, run(case), strict=True):
             assert_same_bits(np.asarray(again), one, "a result")
-
-
-@pytest.mark.gpu
-def test_pools_past_two_gigaelements():
-    """The last slots of a pool whose offsets do not fit 32 bits; its neighbours stay as they are."""
-    model = REAL_MODELS["4b"]
-    spec = GdnPrefillSpec(name="", model=model, lengths=(3, 70), has_state=(True, True), num_slots=4)
-    slots = 2**31 // (model.value_dim * model.head_k_dim) + 4
-    case = host(spec.case(1))
-    want, want_pool, _ = oracle.gdn_prefill(**case.arguments, **case.options)
-    small = case.arguments.pop("state_pool")
-    pool = jnp.zeros((1, slots, *small.shape[2:]), small.dtype).at[:, -4:].set(small)
-    case.arguments["slot_ids"] = (slots - 4 + case.arguments["slot_ids"]).astype(np.int32)
-    function = jax.jit(
-        lambda pool, rest: pallas_kernels.gdn_prefill(state_pool=pool, **rest, **case.options, implementation=NAME),
-        donate_argnums=0,
-    )
-    out, pool = function(pool, case.arguments)
-    assert worst_error(out, want) < OUTPUT_BAR
-    assert worst_error(pool[:, -4:], want_pool) < STATE_BAR
-    assert not pool[:, :-4].any()
