@@ -62,9 +62,8 @@ class ArgumentChecker:
         """
         shape, (size, origin) = np.shape(array), self._sizes[letter]
         if len(shape) != 1 or shape[0] < size:
-            raise ValueError(
-                f"{self._op}: {name} must be [{letter} or more], got shape {shape} ({letter} = {size} comes from {origin})"
-            )
+            source = f"({letter} = {size} comes from {origin})"
+            raise ValueError(f"{self._op}: {name} must be [{letter} or more], got shape {shape} {source}")
         return self
 
     def bind(self, letter: str, size: int, origin: str) -> ArgumentChecker:
@@ -103,17 +102,23 @@ class ArgumentChecker:
 
 
 def layer_index(op: str, layer):
-    """The layer argument as a strongly typed int32 scalar, so that an int and an array share one compilation.
+    """The layer argument as what implementations take: an int32 vector whose first number counts.
+
+    An int and a scalar become a vector of one, so that they share one compilation. A vector stays as it is: XLA hands
+    a slice of an array to a GPU kernel where it lies if it begins and ends at a multiple of 256 bytes, so a caller
+    with many layers may give each a row of 64 equal numbers and no copy is made.
 
     Raises:
-        ValueError: not a scalar.
+        ValueError: neither a scalar nor a vector of at least one number.
         TypeError: not an integer.
     """
-    if np.ndim(layer) != 0:
-        raise ValueError(f"{op}: layer must be a scalar, got shape {np.shape(layer)}")
+    shape = np.shape(layer)
+    if len(shape) > 1 or shape == (0,):
+        raise ValueError(f"{op}: layer must be a scalar or a vector [n >= 1], got shape {shape}")
     dtype = getattr(layer, "dtype", None)
     if isinstance(layer, bool) or (dtype is None and not isinstance(layer, int)):
         raise TypeError(f"{op}: layer must be an integer, got {type(layer).__name__}")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{op}: layer must be an integer, got dtype {dtype}")
-    return jnp.asarray(layer, jnp.int32)
+    layer = jnp.asarray(layer, jnp.int32)
+    return layer if shape else layer.reshape(1)

@@ -27,6 +27,7 @@ from jax import lax
 from pallas_kernels.numerics import (
     apply_rope,
     delta_gates,
+    inverse_frequencies,
     l2_normalize,
     rms_normalize,
     rope_cos_sin,
@@ -124,7 +125,8 @@ def hidden_states(
     """
     options = options or ForwardOptions()
     attention = model.config.attention
-    cos, sin = rope_cos_sin(segment_positions(segments).reshape(-1), attention.rotary_dim, attention.rope_theta)
+    frequencies = inverse_frequencies(attention.rotary_dim, attention.rope_theta)
+    cos, sin = rope_cos_sin(segment_positions(segments).reshape(-1), frequencies)
     reach = jnp.stack([_shifted(segments, by, -1) == segments for by in range(1, TAPS)])
     context = Segments(segments, reach, cos, sin)
 

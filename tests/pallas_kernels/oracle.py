@@ -133,25 +133,39 @@ def gdn_decode(
     return y, tails, states, written
 
 
-def rotated(x, position, rotary_dim, rope_theta):
+def rotated(x, position, rotary_dim, frequencies):
     """Rotate one token's heads [heads, H]; the angle is a float32 product, as everywhere in this family."""
     half = rotary_dim // 2
-    frequencies = (1.0 / rope_theta ** (np.arange(half) * 2.0 / rotary_dim)).astype(np.float32)
-    angle = (np.float32(position) * frequencies).astype(F64)
+    angle = (np.float32(position) * frequencies[:half]).astype(F64)
     out = x.copy()
     out[:, :half] = x[:, :half] * np.cos(angle) - x[:, half:rotary_dim] * np.sin(angle)
     out[:, half:rotary_dim] = x[:, half:rotary_dim] * np.cos(angle) + x[:, :half] * np.sin(angle)
     return out
 
 
-def kv_write(q, k, v, q_norm, k_norm, kv_pool, layer, page_ids, page_offsets, positions, rotary_dim, rope_theta, eps):
-    q, k, v, pool = (array.astype(F64) for array in (q, k, v, kv_pool))
+def kv_write(
+    heads,
+    q_norm,
+    k_norm,
+    inverse_frequencies,
+    kv_pool,
+    layer,
+    page_ids,
+    page_offsets,
+    positions,
+    num_heads,
+    rotary_dim,
+    eps,
+):
+    heads, pool, kv_heads = heads.astype(F64), kv_pool.astype(F64), kv_pool.shape[3]
+    q, _, k, v = np.split(heads, np.cumsum([num_heads, num_heads, kv_heads]), axis=1)
     q_out, written = np.zeros_like(q), np.zeros((*pool.shape[:2], pool.shape[4]), bool)
     for token, (page, place, position) in enumerate(zip(page_ids, page_offsets, positions, strict=True)):
         if page == 0:
             continue
-        q_out[token] = rotated(rms_normalized(q[token], eps) * (1.0 + q_norm), position, rotary_dim, rope_theta)
-        key = rotated(rms_normalized(k[token], eps) * (1.0 + k_norm), position, rotary_dim, rope_theta)
+        rotation = (position, rotary_dim, inverse_frequencies)
+        q_out[token] = rotated(rms_normalized(q[token], eps) * (1.0 + q_norm), *rotation)
+        key = rotated(rms_normalized(k[token], eps) * (1.0 + k_norm), *rotation)
         pool[layer, page, 0, :, place], pool[layer, page, 1, :, place] = key, v[token]
         written[layer, page, place] = True
     return q_out, pool, written
@@ -173,8 +187,8 @@ def gather_pages(kv_pool, layer, pages, length):
     return used[0], used[1]
 
 
-def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_lens):
-    q, gate = q.astype(F64), gate.astype(F64)
+def paged_prefill_attention(q, gates, kv_pool, layer, page_table, cu_seqlens, kv_lens, first_gate=0):
+    q, gate = q.astype(F64), gates[:, first_gate : first_gate + q.shape[1]].astype(F64)
     out = np.zeros_like(q)
     for request, length in enumerate(kv_lens):
         start, stop = cu_seqlens[request], cu_seqlens[request + 1]
@@ -187,8 +201,8 @@ def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_
     return (out,)
 
 
-def paged_decode_attention(q, gate, kv_pool, layer, page_table, kv_lens):
-    q, gate = q.astype(F64), gate.astype(F64)
+def paged_decode_attention(q, gates, kv_pool, layer, page_table, kv_lens, first_gate=0):
+    q, gate = q.astype(F64), gates[:, first_gate : first_gate + q.shape[1]].astype(F64)
     out = np.zeros_like(q)
     for row, length in enumerate(kv_lens):
         if length > 0:

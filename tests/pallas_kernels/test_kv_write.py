@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write.specs import KvWriteSpec
+from pallas_kernels.numerics import inverse_frequencies
 from pallas_kernels.spec import TINY_MODELS
 from tests.pallas_kernels.conformance import assert_same_bits, call, check, every_implementation, host
 
@@ -76,10 +77,9 @@ def test_nan_row_touches_no_neighbour(implementation):
     case = host(MIXED.case(8, poison=True))
     q_clean, pool_clean = call(OP, implementation, case)
     token = 20
-    poisoned = {name: case.arguments[name].copy() for name in ("q", "k", "v")}
-    for array in poisoned.values():
-        array[token] = np.nan
-    q_out, pool = call(OP, implementation, host(case, **poisoned))
+    heads = case.arguments["heads"].copy()
+    heads[token] = np.nan
+    q_out, pool = call(OP, implementation, host(case, heads=heads))
     pool = pool.copy()
     page, place = case.arguments["page_ids"][token], case.arguments["page_offsets"][token]
     assert np.isnan(q_out[token]).all() and np.isnan(pool[-1, page, :, :, place]).all()
@@ -87,3 +87,21 @@ def test_nan_row_touches_no_neighbour(implementation):
     assert_same_bits(q_out[rows], q_clean[rows], "a neighbour's query")
     pool[-1, page, :, :, place] = pool_clean[-1, page, :, :, place]
     assert_same_bits(pool[:, 1:], pool_clean[:, 1:], "a neighbour's key or value")
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frequencies_are_what_rotates(implementation, dtype):
+    """Whatever they are, and whatever stands behind them."""
+    case = host(dataclasses.replace(MIXED, dtype=dtype).case(9, poison=True))
+    half = case.options["rotary_dim"] // 2
+    others = np.random.default_rng(9).uniform(0, 2, 2 * half).astype("f4")
+    others[half:] = np.nan
+    assert (others[:half] != case.arguments["inverse_frequencies"]).all()
+    check(OP, implementation, host(case, inverse_frequencies=others))
+
+
+def test_frequencies_by_hand():
+    found = inverse_frequencies(8, 1e4)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([1, 0.1, 0.01, 0.001], np.float32))

@@ -135,7 +135,7 @@ def interpret(kind: str) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from tests.pallas_kernels import oracle
-    from tests.pallas_kernels.conformance import host, worst_error
+    from tests.pallas_kernels.conformance import host, operands, worst_error
 
     ragged = {"lengths": (67, 0, 1, 8), "prefixes": (0, 0, 190, 60), "num_pads": 3}
     # Whole tiles only: the ragged way out names its memory in another way, which the detector takes for a race.
@@ -147,10 +147,12 @@ def interpret(kind: str) -> None:
     model = ModelShape("small", num_heads=heads, num_kv_heads=1, num_k_heads=1, num_v_heads=1)
     spec = PagedPrefillAttentionSpec(name="", model=model, num_layers=2, **(whole if kind == "races" else ragged))
     case = host(spec.case(1, poison=True))
-    want, *_ = oracle.paged_prefill_attention(**case.arguments)
+    want, *_ = oracle.paged_prefill_attention(**case.arguments, **case.options)
     parameters = plgpu.InterpretGPUParams(detect_races=kind == "races")
-    function = functools.partial(mosaic_sm90.paged_prefill_attention, tuning=tuning, interpret=parameters)
-    got = np.asarray(jax.jit(function)(**{name: jnp.asarray(array) for name, array in case.arguments.items()}))
+    function = functools.partial(
+        mosaic_sm90.paged_prefill_attention, **case.options, tuning=tuning, interpret=parameters
+    )
+    got = np.asarray(jax.jit(function)(**operands(case)))
     assert worst_error(got, want) < 4 * 2.0**-9
     assert not got[sum(spec.lengths) :].any(), "pads are not zero"
     print("interpreted", kind)

@@ -22,7 +22,7 @@ from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSp
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
 from pallas_kernels.spec import REAL_MODELS, ModelShape, Spec, specs_of
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.conformance import ROUNDOFF, assert_same_bits, host, worst_error
+from tests.pallas_kernels.conformance import ROUNDOFF, assert_same_bits, host, operands, worst_error
 
 NAME = "triton"
 OPS = ("kv_write", "paged_decode_attention", "paged_prefill_attention")
@@ -115,7 +115,7 @@ def test_interpreted_matches_the_oracle(spec, extra):
     case = host(dataclasses.replace(spec, dtype="float32").case(1, poison=True))
     function = getattr(importlib.import_module(f"pallas_kernels.{spec.op}.{NAME}"), spec.op)
     interpreted = jax.jit(functools.partial(function, **case.options, **extra, interpret=True))
-    got = interpreted(**{name: jnp.asarray(array) for name, array in case.arguments.items()})
+    got = interpreted(**operands(case))
     want = getattr(oracle, spec.op)(**case.arguments, **case.options)
     if not spec.pools:
         assert worst_error(got, want[0]) < 1e-5
@@ -206,8 +206,8 @@ def test_real_heads_at_odd_batches(model, rows):
     lengths[0] = 3000
     spec = PagedDecodeAttentionSpec(name="", model=REAL_MODELS[model], kv_lens=tuple(int(n) for n in lengths))
     case = host(spec.case(rows, poison=True))
-    want = oracle.paged_decode_attention(**case.arguments)[0]
-    got = pallas_kernels.paged_decode_attention(**case.arguments, implementation=NAME)
+    want = oracle.paged_decode_attention(**case.arguments, **case.options)[0]
+    got = pallas_kernels.paged_decode_attention(**case.arguments, **case.options, implementation=NAME)
     assert worst_error(got, want) < 2 * ROUNDOFF["bfloat16"]
     assert not np.asarray(got)[lengths == 0].any()
 
@@ -224,7 +224,7 @@ def test_ragged_prefill_on_real_heads(model):
         num_pads=77,
     )
     case = host(spec.case(3, poison=True))
-    want = oracle.paged_prefill_attention(**case.arguments)[0]
-    got = pallas_kernels.paged_prefill_attention(**case.arguments, implementation=NAME)
+    want = oracle.paged_prefill_attention(**case.arguments, **case.options)[0]
+    got = pallas_kernels.paged_prefill_attention(**case.arguments, **case.options, implementation=NAME)
     assert worst_error(got, want) < 4 * ROUNDOFF["bfloat16"]
     assert not np.asarray(got)[want == 0].any()
