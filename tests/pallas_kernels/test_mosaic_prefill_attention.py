@@ -19,6 +19,7 @@ from pallas_kernels.paged_prefill_attention import mosaic_sm90, mosaic_work
 from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
 from pallas_kernels.spec import REAL_MODELS, TINY_MODELS, ModelShape, specs_of
+from tests.pallas_kernels.conformance import operands
 
 NAME = "mosaic_sm90"
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
@@ -75,12 +76,12 @@ def test_work_list_has_room_for_the_worst_pack():
 
 
 def lowered_for_h200(spec, **options) -> str:
-    arguments = jax.eval_shape(lambda: {k: jnp.asarray(v) for k, v in spec.case().arguments.items()})
+    arguments = jax.eval_shape(lambda: operands(spec.case()))
     with jax.sharding.use_abstract_mesh(ON_H200):
         function = functools.partial(pallas_kernels.paged_prefill_attention, implementation=NAME)
         if options:
             function = functools.partial(mosaic_sm90.paged_prefill_attention, **options)
-        program = jax.jit(lambda arguments: function(**arguments))
+        program = jax.jit(lambda arguments: function(**arguments, first_gate=spec.model.num_heads))
         return program.trace(arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -135,7 +136,7 @@ def interpret(kind: str) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from tests.pallas_kernels import oracle
-    from tests.pallas_kernels.conformance import host, operands, worst_error
+    from tests.pallas_kernels.conformance import host, worst_error
 
     ragged = {"lengths": (67, 0, 1, 8), "prefixes": (0, 0, 190, 60), "num_pads": 3}
     # Whole tiles only: the ragged way out names its memory in another way, which the detector takes for a race.
