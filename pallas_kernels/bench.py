@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import checks, registry
+from pallas_kernels import registry
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
 KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
@@ -125,13 +125,7 @@ def _op(
     An implementation given itself instead of its name (one with settings of its own) need not be registered.
     """
     if isinstance(implementation, registry.Implementation):
-        bare = jax.jit(functools.partial(implementation.function, **options))
-
-        def function(**arguments):
-            if "layer" in arguments:  # an implementation takes it as the public op hands it on
-                arguments["layer"] = checks.layer_index(spec.op, arguments["layer"])
-            return bare(**arguments)
-
+        function = jax.jit(functools.partial(implementation.function, **options))
     else:
         function = functools.partial(getattr(pallas_kernels, spec.op), **options, implementation=implementation)
 

@@ -102,23 +102,17 @@ class ArgumentChecker:
 
 
 def layer_index(op: str, layer):
-    """The layer argument as what implementations take: an int32 vector whose first number counts.
-
-    An int and a scalar become a vector of one, so that they share one compilation. A vector stays as it is: XLA hands
-    a slice of an array to a GPU kernel where it lies if it begins and ends at a multiple of 256 bytes, so a caller
-    with many layers may give each a row of 64 equal numbers and no copy is made.
+    """The layer argument as a strongly typed int32 scalar, so that an int and an array share one compilation.
 
     Raises:
-        ValueError: neither a scalar nor a vector of at least one number.
+        ValueError: not a scalar.
         TypeError: not an integer.
     """
-    shape = np.shape(layer)
-    if len(shape) > 1 or shape == (0,):
-        raise ValueError(f"{op}: layer must be a scalar or a vector [n >= 1], got shape {shape}")
+    if np.ndim(layer) != 0:
+        raise ValueError(f"{op}: layer must be a scalar, got shape {np.shape(layer)}")
     dtype = getattr(layer, "dtype", None)
     if isinstance(layer, bool) or (dtype is None and not isinstance(layer, int)):
         raise TypeError(f"{op}: layer must be an integer, got {type(layer).__name__}")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{op}: layer must be an integer, got dtype {dtype}")
-    layer = jnp.asarray(layer, jnp.int32)
-    return layer if shape else layer.reshape(1)
+    return jnp.asarray(layer, jnp.int32)

@@ -65,30 +65,19 @@ def delta_gates(b: jax.Array, a: jax.Array, A_log: jax.Array, dt_bias: jax.Array
     return beta, g
 
 
-def inverse_frequencies(rotary_dim: int, theta: float) -> np.ndarray:
-    """Radians a position of each pair of rotated dims: ``theta^(-2 i / rotary_dim)``, rounded once.
-
-    Args:
-        rotary_dim: number of rotated dims (even).
-        theta: base.
-
-    Returns:
-        f32[rotary_dim / 2].
-    """
-    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
-    return (1.0 / theta**exponents).astype(np.float32)
-
-
-def rope_cos_sin(positions: jax.Array, inverse_frequencies: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(positions: jax.Array, rotary_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary embedding.
 
     Args:
         positions: i32[T].
-        inverse_frequencies: f32[F], see :func:`inverse_frequencies`.
+        rotary_dim: number of rotated dims (even).
+        theta: base.
 
     Returns:
-        f32[T, F] twice.
+        f32[T, rotary_dim / 2] twice.
     """
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
+    inverse_frequencies = jnp.asarray((1.0 / theta**exponents).astype(np.float32))
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -25,7 +25,6 @@ from qwen35_jax.cache import Cache
 from qwen35_jax.config import LayerKind, ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.layers.attention import GatedAttention
-from qwen35_jax.layers.constants import Constants
 from qwen35_jax.layers.gated_delta_net import GatedDeltaNet
 from qwen35_jax.layers.inputs import Batch, DecodeInputs, PrefillInputs
 from qwen35_jax.layers.linear import unembed
@@ -83,7 +82,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Activations, delta: Activations | None, batch: Batch, constants: Constants, cache: Cache
+        self, x: Activations, delta: Activations | None, batch: Batch, cache: Cache
     ) -> tuple[Activations, Activations, Cache]:
         """Advances the residual stream by one layer.
 
@@ -91,7 +90,6 @@ class DecoderLayer(nnx.Module):
             x: ``[M, D]``, the residual stream without the result of the layer before.
             delta: ``[M, D]``, that result; None for the first layer.
             batch: where the tokens belong.
-            constants: of the program.
             cache: the pools.
 
         Returns:
@@ -100,10 +98,10 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("gated_delta_net" if isinstance(self.mixer, GatedDeltaNet) else "attention"):
             x, h = add_norm(x, delta, self.input_norm[...], self.eps, self.kernels)
             if isinstance(self.mixer, GatedDeltaNet):
-                h, conv, state = self.mixer(h, batch, constants, cache.conv, cache.state)
+                h, conv, state = self.mixer(h, batch, cache.conv, cache.state)
                 cache = cache._replace(conv=conv, state=state)
             else:
-                h, kv = self.mixer(h, batch, constants, cache.kv)
+                h, kv = self.mixer(h, batch, cache.kv)
                 cache = cache._replace(kv=kv)
         with jax.named_scope("mlp"):
             x, h = add_norm(x, h, self.post_norm[...], self.eps, self.kernels)
@@ -173,7 +171,6 @@ class Qwen35(nnx.Module):
         decode: DecodeInputs | None,
         cache: Cache,
         *,
-        constants: Constants | None = None,
         layer_outputs: bool = False,
     ) -> ForwardOutput:
         """Advances the sequences of a step.
@@ -182,7 +179,6 @@ class Qwen35(nnx.Module):
             prefill: packed prompt tokens, or None.
             decode: decode rows, or None.
             cache: the pools; inside a program they are updated in place when the caller donates them.
-            constants: what :meth:`constants` gave; a program of several steps makes them once. None makes them here.
             layer_outputs: also return what every layer left (for comparison with a reference).
 
         Returns:
@@ -192,13 +188,12 @@ class Qwen35(nnx.Module):
             ValueError: neither prefill nor decode inputs.
         """
         batch = Batch.of(prefill, decode)
-        constants = self.constants() if constants is None else constants
         with jax.named_scope("embed"):
             x = jnp.take(self.embed[...], batch.tokens, axis=0, mode="clip")  # [M, D]
         delta, collected = None, []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x, delta, cache = layer(x, delta, batch, constants, cache)
+                x, delta, cache = layer(x, delta, batch, cache)
             if layer_outputs:
                 collected.append(x + delta)
 
@@ -211,10 +206,6 @@ class Qwen35(nnx.Module):
                 layer_outputs=tuple(collected) if layer_outputs else None,
                 prefill_all_hidden=self._normed(*of_prefill) if layer_outputs and prefill is not None else None,
             )
-
-    def constants(self) -> Constants:
-        """The small arrays that :meth:`forward` hands to the ops."""
-        return Constants.of(self.config)
 
     def logits(self, hidden: Hidden) -> Logits:
         """Scores of every row of the vocabulary: fp32 ``[M, vocab]`` from final-normed ``hidden [M, D]``."""

@@ -59,14 +59,6 @@ Vector = Float32[Array, "n"]
 ConvWeight = Float[Array, "4 Cc"]
 """Taps of the depthwise convolution; tap 3 meets the current token."""
 
-# --- constants of a program -----------------------------------------------------------------------------------------
-LayerNumbers = Int32[Array, "L 64"]
-LayerNumber = Int32[Array, "64"]
-"""64 times the number of a layer in the pools of its kind."""
-
-Frequencies = Float32[Array, "n"]
-"""Radians a position of each pair of rotated dims, whatever stands behind them."""
-
 # --- device memory of the sequences ---------------------------------------------------------------------------------
 KVPool = Float[Array, "La P 2 K Z H"]
 ConvPool = Float[Array, "Lg S 3 Cc"]

@@ -291,7 +291,6 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
     def step(params, state: DeviceState, packed):
         with jax.named_scope("params"):
             model = spec.pack.unpack(params, in_place=True)
-            constants = model.constants()
         fields = layout.unpack(packed)
         prefill = decode = None
         if with_prefill:
@@ -308,7 +307,7 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
 
             def body(carry: DeviceState, index):
                 inputs = _decode_inputs(fields, bucket, carry.last_token, index)
-                out = model.forward(None, inputs, carry.cache, constants=constants)
+                out = model.forward(None, inputs, carry.cache)
                 carry = carry._replace(cache=out.cache)
                 return draw(model, carry, out.decode_hidden, inputs.slot_ids, index < fields["steps"])
 
@@ -319,7 +318,7 @@ def make_step(spec: StepSpec, key: ProgramKey) -> Callable[..., tuple[DeviceStat
 
         if with_decode:
             decode = _decode_inputs(fields, bucket, state.last_token, 0)
-        out = model.forward(prefill, decode, state.cache, constants=constants)
+        out = model.forward(prefill, decode, state.cache)
         state = state._replace(cache=out.cache)
         hidden, row_slots, active = out.prefill_hidden, fields["prefill_slots"], fields["sample"] > 0
         if decode is not None:

@@ -35,7 +35,7 @@ def causal_conv(
         x: [T, C or more] packed raw inputs: the first C columns, whatever stands beside them.
         weight: [4, C], tap 3 multiplies the current token; dtype of x.
         conv_pool: [L, S, 3, C] last three raw inputs of each slot, oldest first; dtype of x. Slot 0 is the null slot.
-        layer: which layer of the pool: an integer, or an i32 vector whose first number counts.
+        layer: i32 scalar, which layer of the pool.
         slot_ids: i32[R], slot of each request.
         has_state: bool[R], False starts from zeros whatever the slot holds.
         cu_seqlens: i32[R + 1], packed offsets; tokens from cu_seqlens[R] on are padding.

@@ -57,7 +57,7 @@ def causal_conv(
         name="causal_conv",
     )
     work = (tiles.request, tiles.start, tiles.length, tiles.first.astype(jnp.int32), tiles.count[None])
-    requests = (layer, slot_ids, has_state.astype(jnp.int32), cu_seqlens)
+    requests = (layer[None], slot_ids, has_state.astype(jnp.int32), cu_seqlens)
     [y] = kernel(x, weight, *work, *requests, conv_ref)
     return y, jax.freeze(conv_ref)
 
@@ -70,7 +70,7 @@ def _kernel(
     tile_length_ref,
     tile_first_ref,
     tile_count_ref,  # [1]
-    layer_ref,  # [1 or more]
+    layer_ref,  # [1]
     slot_ids_ref,  # [R]
     has_state_ref,  # [R]
     cu_seqlens_ref,  # [R + 1]

@@ -20,7 +20,7 @@ def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens) ->
     num_tokens, _ = x.shape
     # The barrier keeps this read before the write at the end: fused into its uses, it would outlive the old pool and
     # make XLA copy the pool.
-    tails, conv_pool = lax.optimization_barrier((conv_pool[layer[0], slot_ids], conv_pool))
+    tails, conv_pool = lax.optimization_barrier((conv_pool[layer, slot_ids], conv_pool))
     tails = jnp.where(has_state[:, None, None], tails, 0)  # [R, 3, C]
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
 
@@ -43,7 +43,7 @@ def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens) ->
     from_tail = jnp.take_along_axis(tails, jnp.minimum(source, 2)[..., None], axis=1)
     new_tails = jnp.where((source >= 3)[..., None], from_piece, from_tail)
     targets = jnp.where(lengths > 0, slot_ids, 0)  # a request without tokens writes into the null slot
-    return y, conv_pool.at[layer[0], targets].set(new_tails)
+    return y, conv_pool.at[layer, targets].set(new_tails)
 
 
 def _weigh(taps: list[jax.Array], weight: jax.Array) -> jax.Array:

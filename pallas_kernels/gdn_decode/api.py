@@ -46,7 +46,7 @@ def gdn_decode(
         norm_weight: f32[Dv].
         conv_pool: [L, S, 3, C], dtype of projected. Slot 0 is the null slot.
         state_pool: [L, S, Hv, Dv, Dk], float32 or bfloat16.
-        layer: which layer of the pools: an integer, or an i32 vector whose first number counts.
+        layer: i32 scalar, which layer of the pools.
         slot_ids: i32[B], distinct, except that any number of rows may be padding: slot 0.
         num_k_heads: Hk, divides Hv.
         head_k_dim: Dk.

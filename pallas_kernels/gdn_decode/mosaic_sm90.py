@@ -121,7 +121,7 @@ def gdn_decode(
         interpret=interpret,
         name="gdn_decode",
     )
-    operands = (projected, conv_weight, A_log, dt_bias, norm_weight, layer, slot_ids)
+    operands = (projected, conv_weight, A_log, dt_bias, norm_weight, layer[None], slot_ids)
     [y] = kernel(*operands, conv_ref, state_ref)
     return y, jax.freeze(conv_ref), jax.freeze(state_ref)
 
@@ -135,7 +135,7 @@ def _kernel(
     A_log_ref,  # [Hv]
     dt_bias_ref,
     norm_weight_ref,  # [Dv]
-    layer_ref,  # [1 or more]
+    layer_ref,  # [1]
     slot_ids_ref,  # [B]
     conv_ref,  # [L, S, 3, C]
     state_ref,  # [L, S, Hv, Dv, Dk]

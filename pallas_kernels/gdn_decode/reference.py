@@ -44,13 +44,13 @@ def gdn_decode(
 
     # The barrier keeps this read before the write below: fused into its uses, it would outlive the old pool and make
     # XLA copy the pool (seen with one row).
-    tails, conv_pool = lax.optimization_barrier((conv_pool[layer[0], slot_ids], conv_pool))  # [B, 3, C]
+    tails, conv_pool = lax.optimization_barrier((conv_pool[layer, slot_ids], conv_pool))  # [B, 3, C]
     window = jnp.concatenate([tails, qkv[:, None]], axis=1)  # [B, 4, C]
     conv = window[:, 0].astype(jnp.float32) * conv_weight[0].astype(jnp.float32)
     for tap in range(1, 4):
         conv += window[:, tap].astype(jnp.float32) * conv_weight[tap].astype(jnp.float32)
     mixed = round_to(silu(round_to(conv, qkv.dtype)), qkv.dtype)
-    conv_pool = conv_pool.at[layer[0], slot_ids].set(window[:, 1:])
+    conv_pool = conv_pool.at[layer, slot_ids].set(window[:, 1:])
 
     query = l2_normalize(mixed[:, :key_dim].reshape(rows, num_k_heads, head_k_dim)) * head_k_dim**-0.5
     key = l2_normalize(mixed[:, key_dim : 2 * key_dim].reshape(rows, num_k_heads, head_k_dim))
@@ -66,7 +66,7 @@ def gdn_decode(
         out, pool = carry
         row = order[index]
         slot = slot_ids[row]
-        start = (layer[0], slot, 0, 0, 0)
+        start = (layer, slot, 0, 0, 0)
         state = lax.dynamic_slice(pool, start, (1, 1, *pool.shape[2:])).astype(jnp.float32)
         state = state.reshape(num_k_heads, group * head_v_dim, head_k_dim)
         # S k and S q of the old state in one pass over it; the new state's S' q = exp(g) S q + (k . q) d.

@@ -99,7 +99,7 @@ def gdn_decode(
         eps=eps,
         barrier=not interpret,  # the interpreter has no threads, and no such operation
     )
-    operands = (projected, conv_weight, A_log, dt_bias, norm_weight, layer, slot_ids, conv_pool, state_pool)
+    operands = (projected, conv_weight, A_log, dt_bias, norm_weight, layer[None], slot_ids, conv_pool, state_pool)
     return tuple(
         pl.pallas_call(
             kernel,
@@ -125,7 +125,7 @@ def _kernel(
     A_log_ref,  # [Hv]
     dt_bias_ref,
     norm_weight_ref,  # [Dv]
-    layer_ref,  # [1 or more]
+    layer_ref,  # [1]
     slot_ids_ref,  # [B]
     conv_in_ref,  # [L, S, 3, C], the same memory as conv_ref
     state_in_ref,  # [L, S, Hv, Dv, Dk], the same memory as state_ref

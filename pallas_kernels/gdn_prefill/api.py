@@ -44,7 +44,7 @@ def gdn_prefill(
         A_log: f32[Hv or more], whatever stands behind the heads' numbers.
         dt_bias: f32[Hv or more].
         state_pool: [L, S, Hv, Dv, Dk], float32 or bfloat16. Slot 0 is the null slot.
-        layer: which layer of the pool: an integer, or an i32 vector whose first number counts.
+        layer: i32 scalar, which layer of the pool.
         slot_ids: i32[R], slot of each request.
         has_state: bool[R], False starts from zeros whatever the slot holds.
         cu_seqlens: i32[R + 1], packed offsets; tokens from cu_seqlens[R] on are padding.

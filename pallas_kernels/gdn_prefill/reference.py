@@ -58,7 +58,7 @@ def gdn_prefill(
             rows = jnp.where(real[:, None, None], lax.dynamic_slice_in_dim(array, start, TILE), 0)
             return jnp.moveaxis(rows.astype(jnp.float32), 0, 1)
 
-        place = (layer[0], slot, 0, 0, 0)
+        place = (layer, slot, 0, 0, 0)
         stored = lax.dynamic_slice(pool, place, (1, 1, *pool.shape[2:])).astype(jnp.float32)
         stored = jnp.where(has_state[request], stored, 0)
         state = jnp.where(tiles.first[index], stored.reshape(state.shape), state)

@@ -140,7 +140,7 @@ def gdn_prefill(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.scan_warps, num_stages=tiling.scan_stages),
         interpret=interpret,
         name="gdn_prefill_scan",
-    )(requests, qkv, solved, scores, factors, layer, state_pool)
+    )(requests, qkv, solved, scores, factors, layer[None], state_pool)
     return out, state_pool
 
 
@@ -274,7 +274,7 @@ def _scan(
     solved_ref,  # [M, Hv, parts, 64, 64]
     scores_ref,
     factors_ref,  # [M, Hv, 4, 64]
-    layer_ref,  # [1 or more]
+    layer_ref,  # [1]
     _,  # the pool: read through its alias
     out_ref,  # [T + 64, Hv, Dv]
     pool_ref,  # [L, S, Hv, Dv, Dk]

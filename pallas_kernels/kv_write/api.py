@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import numpy as np
 
 from pallas_kernels import checks, registry
 from pallas_kernels.kv_write import reference, triton
@@ -19,7 +20,6 @@ def kv_write(
     heads: jax.Array,
     q_norm: jax.Array,
     k_norm: jax.Array,
-    inverse_frequencies: jax.Array,
     kv_pool: jax.Array,
     layer: jax.Array | int,
     page_ids: jax.Array,
@@ -28,6 +28,7 @@ def kv_write(
     *,
     num_heads: int,
     rotary_dim: int,
+    rope_theta: float,
     eps: float,
     implementation: str = registry.AUTO,
 ) -> tuple[jax.Array, jax.Array]:
@@ -36,17 +37,16 @@ def kv_write(
     Args:
         heads: [T, 2 N + 2 K, H], side by side: N raw queries, N gates (not read), K raw keys and K values. The
             layer's projection as it comes out of the matrix product.
-        q_norm: f32[H], stored near 0.
-        k_norm: f32[H].
-        inverse_frequencies: f32[rotary_dim / 2 or more], radians a position of each rotated pair
-            (:func:`pallas_kernels.numerics.inverse_frequencies`), whatever stands behind them.
+        q_norm: f32[H], stored near 0; or f32[L, H], that of each layer of the pool.
+        k_norm: likewise.
         kv_pool: [L, P, 2, K, Z, H] pages of (key, value), dtype of heads. Page 0 is the null page, the sink of pads.
-        layer: which layer of the pool: an integer, or an i32 vector whose first number counts.
+        layer: i32 scalar, which layer of the pool.
         page_ids: i32[T], page of each token, 0 for pads.
         page_offsets: i32[T], place in the page, 0..Z-1.
         positions: i32[T], position in the sequence, for the rotation.
         num_heads: N.
         rotary_dim: leading dims that rotate, even and at most H.
+        rope_theta: base of the rotation.
         eps: epsilon of the norms.
         implementation: "auto" or a registered name.
 
@@ -63,36 +63,32 @@ def kv_write(
     check.shape("kv_pool", kv_pool, ("L", "P", 2, "K", "Z", "H"))
     origin = f"2 * num_heads + 2 * K, with K = {check['K']} of kv_pool"
     check.bind("X", 2 * num_heads + 2 * check["K"], origin).shape("heads", heads, ("T", "X", "H"))
-    check.shape("q_norm", q_norm, ("H",)).shape("k_norm", k_norm, ("H",)).shape("page_ids", page_ids, ("T",))
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        check.shape(name, norm, ("L", "H") if np.ndim(norm) == 2 else ("H",)).dtype(name, norm, ("float32",))
+    check.shape("page_ids", page_ids, ("T",))
     check.shape("page_offsets", page_offsets, ("T",)).shape("positions", positions, ("T",))
     check.dtype("heads", heads, checks.ACTIVATION_DTYPES).same_dtype(heads=heads, kv_pool=kv_pool)
-    check.dtype("q_norm", q_norm, ("float32",)).dtype("k_norm", k_norm, ("float32",))
-    check.dtype("inverse_frequencies", inverse_frequencies, ("float32",))
     for name, array in (("page_ids", page_ids), ("page_offsets", page_offsets), ("positions", positions)):
         check.dtype(name, array, ("int32",))
     check.require(
         0 < rotary_dim <= check["H"] and rotary_dim % 2 == 0,
         f"rotary_dim must be even, positive and at most H = {check['H']}, got {rotary_dim}",
     )
-    check.bind("F", rotary_dim // 2, "rotary_dim / 2").at_least("inverse_frequencies", inverse_frequencies, "F")
     arguments = {
         "heads": heads,
         "q_norm": q_norm,
         "k_norm": k_norm,
-        "inverse_frequencies": inverse_frequencies,
         "kv_pool": kv_pool,
         "layer": checks.layer_index(OP.name, layer),
         "page_ids": page_ids,
         "page_offsets": page_offsets,
         "positions": positions,
     }
-    options = {"num_heads": num_heads, "rotary_dim": rotary_dim, "eps": float(eps)}
+    options = {"num_heads": num_heads, "rotary_dim": rotary_dim, "rope_theta": float(rope_theta), "eps": float(eps)}
     return _kv_write(arguments, **options, implementation=OP.select(implementation, arguments | options))
 
 
-@functools.partial(jax.jit, static_argnames=("num_heads", "rotary_dim", "eps", "implementation"))
-def _kv_write(
-    arguments: dict[str, jax.Array], *, num_heads: int, rotary_dim: int, eps: float, implementation: Implementation
-):
+@functools.partial(jax.jit, static_argnames=("num_heads", "rotary_dim", "rope_theta", "eps", "implementation"))
+def _kv_write(arguments: dict[str, jax.Array], *, implementation: Implementation, **options: int | float):
     with jax.named_scope(OP.name):
-        return implementation.function(**arguments, num_heads=num_heads, rotary_dim=rotary_dim, eps=eps)
+        return implementation.function(**arguments, **options)

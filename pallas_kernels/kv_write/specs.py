@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from pallas_kernels.numerics import inverse_frequencies
 from pallas_kernels.spec import (
     PAGE_SIZE,
     RAGGED_8192,
@@ -70,20 +69,20 @@ class KvWriteSpec(Spec):
             "heads": heads,
             "q_norm": draw.normal((model.head_dim,), "float32", 0.1),
             "k_norm": draw.normal((model.head_dim,), "float32", 0.1),
-            "inverse_frequencies": inverse_frequencies(model.rotary_dim, 1e7),
             "kv_pool": pool,
             "layer": np.int32(self.num_layers - 1),
             "page_ids": page_ids,
             "page_offsets": page_offsets,
             "positions": positions,
         }
-        return Case(arguments, {"num_heads": model.num_heads, "rotary_dim": model.rotary_dim, "eps": 1e-6})
+        options = {"num_heads": model.num_heads, "rotary_dim": model.rotary_dim, "rope_theta": 1e7, "eps": 1e-6}
+        return Case(arguments, options)
 
     def compulsory_bytes(self) -> int:
-        """Queries, keys and values in and out, where to write, the norm weights and frequencies."""
+        """q, k and v in and out, where to write, the norm weights."""
         model = self.model
         token = 2 * self.itemsize * model.head_dim * (model.num_heads + 2 * model.num_kv_heads) + 12
-        return sum(self.lengths) * token + 8 * model.head_dim + 2 * model.rotary_dim
+        return sum(self.lengths) * token + 8 * model.head_dim
 
     def flops(self) -> int:
         """No matrix product."""

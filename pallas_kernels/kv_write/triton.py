@@ -5,8 +5,9 @@ needs of the rotation (``rotary_dim / 2`` sines and cosines) it computes once. A
 powers of two: the two halves that rotate into one another, then the dims that pass through. The loads of all heads are
 independent of one another, so one warp has about 3 kB in flight and 32 of them saturate the memory of an SM.
 
-The heads are read where the layer's matrix product has left them: one array, which the kernel gets three times, for
-queries, keys and values.
+Operands are read where they are: XLA cuts a slice out for a Triton kernel by a launch of its own. The heads are one
+array, as the layer's matrix product has left it, which the kernel gets three times, for queries, keys and values. The
+norm weights may be those of all layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -36,7 +38,6 @@ def kv_write(
     heads,
     q_norm,
     k_norm,
-    inverse_frequencies,
     kv_pool,
     layer,
     page_ids,
@@ -45,6 +46,7 @@ def kv_write(
     *,
     num_heads,
     rotary_dim,
+    rope_theta,
     eps,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -52,6 +54,9 @@ def kv_write(
     num_tokens, _, head_dim = heads.shape
     num_kv_heads = kv_pool.shape[3]
     group = num_heads // num_kv_heads
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
+    inverse_frequencies = jnp.asarray((1.0 / rope_theta**exponents).astype(np.float32))
+    norms = (norm.reshape(-1, head_dim) for norm in (q_norm, k_norm))
 
     def a_head(first: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, head_dim), lambda token, head: (token, first + head, 0))
@@ -73,17 +78,17 @@ def kv_write(
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="kv_write",
-    )(*[heads] * 3, q_norm, k_norm, inverse_frequencies, layer, page_ids, page_offsets, positions, kv_pool)
+    )(*[heads] * 3, *norms, inverse_frequencies, layer[None], page_ids, page_offsets, positions, kv_pool)
 
 
 def _kernel(
     q_ref,  # [G, H]
     k_ref,  # [H]
     v_ref,  # [H]
-    q_norm_ref,
+    q_norm_ref,  # [1 or L, H]
     k_norm_ref,
-    inverse_frequencies_ref,  # [rotary_dim / 2 or more]
-    layer_ref,  # [1 or more]
+    inverse_frequencies_ref,
+    layer_ref,  # [1]
     page_ids_ref,
     page_offsets_ref,
     positions_ref,
@@ -98,9 +103,9 @@ def _kernel(
     token, head = pl.program_id(0), pl.program_id(1)
     page, place, layer = page_ids_ref[token], page_offsets_ref[token], layer_ref[0]
     real = page != 0
-    angle = positions_ref[token].astype(jnp.float32) * inverse_frequencies_ref[pl.ds(*pieces[0])]
+    angle = positions_ref[token].astype(jnp.float32) * inverse_frequencies_ref[...]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    rotate = functools.partial(_normed_and_rotated, pieces=pieces, cos=cos, sin=sin, eps=eps)
+    rotate = functools.partial(_normed_and_rotated, layer=layer, pieces=pieces, cos=cos, sin=sin, eps=eps)
 
     for number in range(group):
         for (start, size), part in zip(pieces, rotate(q_ref, (number,), q_norm_ref), strict=True):
@@ -114,13 +119,14 @@ def _kernel(
             pool_ref[layer, page, 1, head, place, dims] = v_ref[dims]
 
 
-def _normed_and_rotated(x_ref, head, norm_ref, *, pieces, cos, sin, eps: float) -> list[jax.Array]:
+def _normed_and_rotated(x_ref, head, norm_ref, *, layer, pieces, cos, sin, eps: float) -> list[jax.Array]:
     """The pieces of one head, float32."""
+    row = layer if norm_ref.shape[0] > 1 else 0
     parts = [x_ref[(*head, pl.ds(start, size))].astype(jnp.float32) for start, size in pieces]
     head_dim = sum(size for _, size in pieces)
     inverse_rms = lax.rsqrt(sum(jnp.sum(part * part) for part in parts) / head_dim + eps)
     first, second, *rest = (
-        part * inverse_rms * (1.0 + norm_ref[pl.ds(start, size)])
+        part * inverse_rms * (1.0 + norm_ref[row, pl.ds(start, size)])
         for (start, size), part in zip(pieces, parts, strict=True)
     )
     return [first * cos - second * sin, second * cos + first * sin, *rest]

@@ -36,7 +36,7 @@ def paged_decode_attention(
         gates: [B, X, H], dtype of q: heads side by side, among them the gates of the N query heads. The layer's
             projection may be given as it is.
         kv_pool: [L, P, 2, K, Z, H] pages of (key, value), dtype of q. Page 0 is the null page.
-        layer: which layer of the pool: an integer, or an i32 vector whose first number counts.
+        layer: i32 scalar, which layer of the pool.
         page_table: i32[B, W], page of positions ``Z w .. Z w + Z - 1`` of row b; entries past the length are unread.
         kv_lens: i32[B], length with the token just written, at most W Z; 0 is a padding row.
         first_gate: head of ``gates`` that is the gate of query head 0; those of the others follow.

@@ -26,7 +26,7 @@ def paged_decode_attention(q, gates, kv_pool, layer, page_table, kv_lens, *, fir
         kv_len = kv_lens[row]
         query = q[row].reshape(num_kv_heads, group, head_dim).astype(jnp.float32) * head_dim**-0.5
         last = jnp.full((group,), kv_len - 1)
-        attended = attend_pages(query, last, kv_len, kv_pool, layer[0], page_table[row])
+        attended = attend_pages(query, last, kv_len, kv_pool, layer, page_table[row])
         gate = lax.dynamic_slice(gates, (row, first_gate, 0), (1, num_heads, head_dim)).astype(jnp.float32)
         gated = attended.reshape(gate.shape) * lax.logistic(gate)
         return lax.dynamic_update_slice_in_dim(out, gated.astype(out.dtype), row, 0)

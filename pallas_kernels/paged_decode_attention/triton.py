@@ -111,7 +111,7 @@ def paged_decode_attention(
     # Room for the rows behind the last head's group: they are masked, so nothing is read there.
     all_gates = pl.BlockSpec((None, gates.shape[1] + _ROWS, head_dim), lambda row, head, share: (row, 0, 0))
     table = pl.BlockSpec((None, page_table.shape[1]), lambda row, head, share: (row, 0))
-    operands = (q.reshape(grouped), gates, kv_pool, layer, page_table, kv_lens)
+    operands = (q.reshape(grouped), gates, kv_pool, layer[None], page_table, kv_lens)
     if shares == 1:
         out_specs, out_shape = heads, jax.ShapeDtypeStruct(grouped, q.dtype)
     else:
@@ -166,7 +166,7 @@ def _attend(
     q_ref,  # [16, H], of which the first are a group
     gates_ref,  # [X, H]
     pool_ref,  # [L, P, 2, K, Z, H]
-    layer_ref,  # [1 or more]
+    layer_ref,  # [1]
     table_ref,  # [W]
     kv_lens_ref,  # [B]
     *out_refs,

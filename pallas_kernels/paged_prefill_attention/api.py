@@ -40,7 +40,7 @@ def paged_prefill_attention(
         gates: [T, X, H], dtype of q: heads side by side, among them the gates of the N query heads. The layer's
             projection may be given as it is.
         kv_pool: [L, P, 2, K, Z, H] pages of (key, value), dtype of q. Page 0 is the null page.
-        layer: which layer of the pool: an integer, or an i32 vector whose first number counts.
+        layer: i32 scalar, which layer of the pool.
         page_table: i32[R, W], page of positions ``Z w .. Z w + Z - 1`` of request r; entries past the length are
             unread.
         cu_seqlens: i32[R + 1], packed offsets; tokens from cu_seqlens[R] on are padding.

@@ -136,7 +136,7 @@ def paged_prefill_attention(
     # A matrix of keys or values is 64 x 256 in one piece: the copy engine addresses (matrix, row, column).
     matrices = kv_pool.reshape(-1, PAGE, DIM)
     items = (count * (pairs // cluster))[None]
-    [out] = kernel(q, gates, matrices, jnp.stack(work), items, layer, page_table, kv_lens)
+    [out] = kernel(q, gates, matrices, jnp.stack(work), items, layer[None], page_table, kv_lens)
     return out[:num_tokens] if padding else out
 
 
@@ -146,7 +146,7 @@ def _kernel(
     matrices_ref,  # [L P 2 K, Z, H]
     work_ref,  # [7, M]
     items_ref,  # [1]: items of work
-    layer_ref,  # [1 or more]
+    layer_ref,  # [1]
     table_ref,  # [R, W]
     kv_lens_ref,  # [R]
     out_ref,  # [T, N, H]

@@ -31,7 +31,7 @@ def paged_prefill_attention(q, gates, kv_pool, layer, page_table, cu_seqlens, kv
             jnp.tile(first_position + steps, group),
             first_position + length,
             kv_pool,
-            layer[0],
+            layer,
             page_table[request],
         )
         attended = jnp.moveaxis(attended.reshape(num_kv_heads, group, TILE, head_dim), 2, 0)

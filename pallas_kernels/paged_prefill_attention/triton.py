@@ -93,7 +93,7 @@ def paged_prefill_attention(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="paged_prefill_attention",
-    )(work, q, gates, kv_pool, layer, page_table)
+    )(work, q, gates, kv_pool, layer[None], page_table)
 
 
 def _attend(
@@ -101,7 +101,7 @@ def _attend(
     q_ref,  # [T, N, H]
     gates_ref,  # [T, X, H]
     pool_ref,  # [L, P, 2, K, Z, H]
-    layer_ref,  # [1 or more]
+    layer_ref,  # [1]
     table_ref,  # [R, W]
     out_ref,  # [T, N, H]
     *,

@@ -8,10 +8,9 @@ from flax import nnx
 from pallas_kernels import kv_write, paged_decode_attention, paged_prefill_attention
 from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.layers.constants import Constants
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
-from qwen35_jax.layers.parameters import matrix, vector
+from qwen35_jax.layers.parameters import layer_vector, matrix
 from qwen35_jax.shapes import Activations, KVPool
 
 
@@ -33,19 +32,16 @@ class GatedAttention(nnx.Module):
         self.pool_layer = pool_layer
         self.kernels = kernels
         self.qkv_proj = matrix(rngs, (config.hidden_size, 2 * q_dim + 2 * kv_dim), dtype)
-        self.q_norm = vector(attention.head_dim)
-        self.k_norm = vector(attention.head_dim)
+        self.q_norm = layer_vector(attention.head_dim)
+        self.k_norm = layer_vector(attention.head_dim)
         self.o_proj = matrix(rngs, (q_dim, config.hidden_size), dtype)
 
-    def __call__(
-        self, x: Activations, batch: Batch, constants: Constants, kv_pool: KVPool
-    ) -> tuple[Activations, KVPool]:
+    def __call__(self, x: Activations, batch: Batch, kv_pool: KVPool) -> tuple[Activations, KVPool]:
         """Writes the tokens' keys and values to their pages, then attends to the pages.
 
         Args:
             x: ``[M, D]``, prefill tokens first.
             batch: where the tokens belong.
-            constants: of the program.
             kv_pool: ``[La, P, 2, K, Z, H]``; only this layer's pages named by ``batch.page_ids`` change.
 
         Returns:
@@ -54,7 +50,7 @@ class GatedAttention(nnx.Module):
         config = self.config
         tokens = x.shape[0]
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
-        layer = constants.layer(self.pool_layer)
+        layer = self.pool_layer
 
         # Each op reads the heads that it needs where the product has left them: nothing is cut out.
         projected = linear(x, self.qkv_proj[...], "qkv_proj")  # [M, 2NH + 2KH]
@@ -65,7 +61,6 @@ class GatedAttention(nnx.Module):
             heads,
             self.q_norm[...],
             self.k_norm[...],
-            constants.inverse_frequencies,
             kv_pool,
             layer,
             batch.page_ids,
@@ -73,6 +68,7 @@ class GatedAttention(nnx.Module):
             batch.positions,
             num_heads=config.num_heads,
             rotary_dim=config.rotary_dim,
+            rope_theta=config.rope_theta,
             eps=self.eps,
             implementation=implementation_of(self.kernels, "kv_write"),
         )

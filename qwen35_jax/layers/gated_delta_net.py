@@ -15,7 +15,6 @@ from flax import nnx
 from pallas_kernels import causal_conv, gdn_decode, gdn_prefill
 from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.layers.constants import Constants
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
 from qwen35_jax.layers.norm import gated_rms_norm
@@ -48,14 +47,13 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = matrix(rngs, (gdn.value_dim, config.hidden_size), dtype)
 
     def __call__(
-        self, x: Activations, batch: Batch, constants: Constants, conv_pool: ConvPool, state_pool: RecurrentState
+        self, x: Activations, batch: Batch, conv_pool: ConvPool, state_pool: RecurrentState
     ) -> tuple[Activations, ConvPool, RecurrentState]:
         """Advances the sequences' states by the tokens of the step.
 
         Args:
             x: ``[M, D]``, prefill tokens first.
             batch: where the tokens belong.
-            constants: of the program.
             conv_pool: ``[Lg, S, 3, Cc]``; only this layer's slots named by the batch change.
             state_pool: ``[Lg, S, Hv, Dv, Dk]``; likewise.
 
@@ -64,7 +62,7 @@ class GatedDeltaNet(nnx.Module):
         """
         gdn = self.config
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
-        layer = constants.layer(self.pool_layer)
+        layer = self.pool_layer
         heads = {"num_k_heads": gdn.num_k_heads, "head_k_dim": gdn.head_k_dim}
         ops = ("causal_conv", "gdn_prefill", "gdn_decode")
         chosen = {op: {"implementation": implementation_of(self.kernels, op)} for op in ops}

@@ -27,7 +27,6 @@ from jax import lax
 from pallas_kernels.numerics import (
     apply_rope,
     delta_gates,
-    inverse_frequencies,
     l2_normalize,
     rms_normalize,
     rope_cos_sin,
@@ -125,8 +124,7 @@ def hidden_states(
     """
     options = options or ForwardOptions()
     attention = model.config.attention
-    frequencies = inverse_frequencies(attention.rotary_dim, attention.rope_theta)
-    cos, sin = rope_cos_sin(segment_positions(segments).reshape(-1), frequencies)
+    cos, sin = rope_cos_sin(segment_positions(segments).reshape(-1), attention.rotary_dim, attention.rope_theta)
     reach = jnp.stack([_shifted(segments, by, -1) == segments for by in range(1, TAPS)])
     context = Segments(segments, reach, cos, sin)
 

@@ -126,12 +126,6 @@ def host(case: Case, **changes: Any) -> Case:
     return Case({name: np.array(changes.get(name, array)) for name, array in case.arguments.items()}, case.options)
 
 
-def operands(case: Case) -> dict[str, Any]:
-    """Arguments as an implementation takes them: device arrays, the layer as the public op hands it on."""
-    arrays = {name: jnp.asarray(array) for name, array in case.arguments.items()}
-    return arrays | ({"layer": arrays["layer"].reshape(-1)} if "layer" in arrays else {})
-
-
 def worst_error(got, want) -> float:
     """Largest |got - want| / (|want| + rms(want)); infinite where one of them is not finite."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)

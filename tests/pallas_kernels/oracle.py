@@ -133,10 +133,11 @@ def gdn_decode(
     return y, tails, states, written
 
 
-def rotated(x, position, rotary_dim, frequencies):
+def rotated(x, position, rotary_dim, rope_theta):
     """Rotate one token's heads [heads, H]; the angle is a float32 product, as everywhere in this family."""
     half = rotary_dim // 2
-    angle = (np.float32(position) * frequencies[:half]).astype(F64)
+    frequencies = (1.0 / rope_theta ** (np.arange(half) * 2.0 / rotary_dim)).astype(np.float32)
+    angle = (np.float32(position) * frequencies).astype(F64)
     out = x.copy()
     out[:, :half] = x[:, :half] * np.cos(angle) - x[:, half:rotary_dim] * np.sin(angle)
     out[:, half:rotary_dim] = x[:, half:rotary_dim] * np.cos(angle) + x[:, :half] * np.sin(angle)
@@ -147,7 +148,6 @@ def kv_write(
     heads,
     q_norm,
     k_norm,
-    inverse_frequencies,
     kv_pool,
     layer,
     page_ids,
@@ -155,15 +155,17 @@ def kv_write(
     positions,
     num_heads,
     rotary_dim,
+    rope_theta,
     eps,
 ):
+    q_norm, k_norm = (norm[layer] if norm.ndim == 2 else norm for norm in (q_norm, k_norm))
     heads, pool, kv_heads = heads.astype(F64), kv_pool.astype(F64), kv_pool.shape[3]
     q, _, k, v = np.split(heads, np.cumsum([num_heads, num_heads, kv_heads]), axis=1)
     q_out, written = np.zeros_like(q), np.zeros((*pool.shape[:2], pool.shape[4]), bool)
     for token, (page, place, position) in enumerate(zip(page_ids, page_offsets, positions, strict=True)):
         if page == 0:
             continue
-        rotation = (position, rotary_dim, inverse_frequencies)
+        rotation = (position, rotary_dim, rope_theta)
         q_out[token] = rotated(rms_normalized(q[token], eps) * (1.0 + q_norm), *rotation)
         key = rotated(rms_normalized(k[token], eps) * (1.0 + k_norm), *rotation)
         pool[layer, page, 0, :, place], pool[layer, page, 1, :, place] = key, v[token]

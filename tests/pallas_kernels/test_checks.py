@@ -61,6 +61,7 @@ def cases_of_wrong_shapes():
         ("kv_write", "heads", 1),
         ("kv_write", "heads", 2),
         ("kv_write", "q_norm", 0),
+        ("kv_write", "k_norm", 0),
         ("kv_write", "kv_pool", 2),
         ("kv_write", "kv_pool", 5),
         ("kv_write", "positions", 0),
@@ -110,16 +111,11 @@ def test_wrong_dtypes_are_named(op):
 
 
 @pytest.mark.parametrize("op", POOL_OPS)
-def test_layer_is_one_integer_or_begins_with_it(op):
-    trace(op, layer=S((1,), jnp.int32))
-    trace(op, layer=S((64,), jnp.int32))
-    for shape in [(0,), (1, 1)]:
-        message = rf"{op}: layer must be a scalar or a vector \[n >= 1\], got shape {re.escape(str(shape))}"
-        with pytest.raises(ValueError, match=message):
-            trace(op, layer=S(shape, jnp.int32))
-    for layer in (1.0, True, np.ones(3, bool), np.ones(3, np.float32)):
-        with pytest.raises(TypeError, match=f"{op}: layer must be an integer"):
-            getattr(pallas_kernels, op)(**case_of(op).arguments | {"layer": layer}, **case_of(op).options)
+def test_layer_is_one_integer(op):
+    with pytest.raises(ValueError, match=f"{op}: layer must be a scalar, got shape \\(1,\\)"):
+        trace(op, layer=S((1,), jnp.int32))
+    with pytest.raises(TypeError, match=f"{op}: layer must be an integer"):
+        getattr(pallas_kernels, op)(**case_of(op).arguments | {"layer": 1.0}, **case_of(op).options)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +135,6 @@ def test_layer_is_one_integer_or_begins_with_it(op):
         ),
         ("kv_write", {"rotary_dim": 258}, "rotary_dim must be even, positive and at most H = 256, got 258"),
         ("kv_write", {"rotary_dim": 63}, "rotary_dim must be even, positive and at most H = 256, got 63"),
-        (
-            "kv_write",
-            {"rotary_dim": 128},
-            r"inverse_frequencies must be \[F or more\], got shape \(32,\) \(F = 64 comes from rotary_dim / 2",
-        ),
         ("kv_write", {"num_heads": 0}, "num_heads must be positive, got 0"),
         (
             "kv_write",

@@ -24,14 +24,7 @@ from pallas_kernels.paged_decode_attention.specs import PagedDecodeAttentionSpec
 from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
 from pallas_kernels.registry import UnsupportedArguments
 from pallas_kernels.spec import TINY_MODELS
-from tests.pallas_kernels.conformance import (
-    POOL_OPS,
-    assert_same_bits,
-    call,
-    every_implementation,
-    host,
-    implementations,
-)
+from tests.pallas_kernels.conformance import POOL_OPS, every_implementation, implementations
 
 MODEL = TINY_MODELS["tiny1"]
 PACK = {"model": MODEL, "lengths": (70, 0, 20), "num_pads": 6, "num_layers": 3}
@@ -188,20 +181,6 @@ def test_pools_past_two_gigaelements_are_not_flattened(op):
         if implementation.startswith("mosaic"):
             large -= {(math.prod(shape[:-2]), *shape[-2:]) for shape in pools if math.prod(shape[:-2]) < 2**31}
         assert large == pools, f"{op}/{implementation}: {large - pools} beside the pools {pools}"
-
-
-@pytest.mark.parametrize("op", POOL_OPS)
-def test_the_first_number_of_a_vector_is_the_layer(op):
-    """What a model hands out for each layer is a row of numbers; the others are not looked at."""
-    small = {"num_slots": None} if hasattr(SPECS[op], "num_slots") else {"num_pages": None}
-    case = host(dataclasses.replace(SPECS[op], dtype="bfloat16", **small).case(1, poison=True))
-    row = np.where(np.arange(64) == 0, case.arguments["layer"], -(2**30)).astype(np.int32)
-    for implementation in implementations(op):
-        plain, by_row = call(op, implementation, case), call(op, implementation, host(case, layer=row))
-        for number, (want, got) in enumerate(zip(plain, by_row, strict=True)):
-            # The null slot or page of a layer is anybody's.
-            pool = number > 0
-            assert_same_bits(got[:, 1:] if pool else got, want[:, 1:] if pool else want, f"{op}/{implementation}")
 
 
 def test_an_int_and_an_array_layer_share_one_compilation():

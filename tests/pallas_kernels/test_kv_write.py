@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write.specs import KvWriteSpec
-from pallas_kernels.numerics import inverse_frequencies
-from pallas_kernels.spec import TINY_MODELS
+from pallas_kernels.spec import TINY_MODELS, Case
 from tests.pallas_kernels.conformance import assert_same_bits, call, check, every_implementation, host
 
 OP = "kv_write"
@@ -90,18 +89,16 @@ def test_nan_row_touches_no_neighbour(implementation):
 
 
 @every_implementation(OP)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_frequencies_are_what_rotates(implementation, dtype):
-    """Whatever they are, and whatever stands behind them."""
-    case = host(dataclasses.replace(MIXED, dtype=dtype).case(9, poison=True))
-    half = case.options["rotary_dim"] // 2
-    others = np.random.default_rng(9).uniform(0, 2, 2 * half).astype("f4")
-    others[half:] = np.nan
-    assert (others[:half] != case.arguments["inverse_frequencies"]).all()
-    check(OP, implementation, host(case, inverse_frequencies=others))
-
-
-def test_frequencies_by_hand():
-    found = inverse_frequencies(8, 1e4)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.array([1, 0.1, 0.01, 0.001], np.float32))
+@pytest.mark.parametrize("layer", [0, 1])
+def test_norms_of_all_layers(implementation, layer):
+    """The row of the layer counts, of which nothing else is looked at."""
+    case = host(MIXED.case(9, poison=True), layer=np.int32(layer))
+    want = call(OP, implementation, case)
+    rows = {}
+    for name in ("q_norm", "k_norm"):
+        rows[name] = np.full((2, MIXED.model.head_dim), np.nan, np.float32)
+        rows[name][layer] = case.arguments[name]
+    stacked = Case(case.arguments | rows, case.options)
+    check(OP, implementation, stacked)
+    for got, plain, name in zip(call(OP, implementation, stacked), want, ("queries", "the pool"), strict=True):
+        assert_same_bits(got, plain, name)

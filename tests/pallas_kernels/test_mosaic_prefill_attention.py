@@ -19,7 +19,6 @@ from pallas_kernels.paged_prefill_attention import mosaic_sm90, mosaic_work
 from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
 from pallas_kernels.spec import REAL_MODELS, TINY_MODELS, ModelShape, specs_of
-from tests.pallas_kernels.conformance import operands
 
 NAME = "mosaic_sm90"
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
@@ -76,7 +75,7 @@ def test_work_list_has_room_for_the_worst_pack():
 
 
 def lowered_for_h200(spec, **options) -> str:
-    arguments = jax.eval_shape(lambda: operands(spec.case()))
+    arguments = jax.eval_shape(lambda: {k: jnp.asarray(v) for k, v in spec.case().arguments.items()})
     with jax.sharding.use_abstract_mesh(ON_H200):
         function = functools.partial(pallas_kernels.paged_prefill_attention, implementation=NAME)
         if options:
@@ -153,7 +152,7 @@ def interpret(kind: str) -> None:
     function = functools.partial(
         mosaic_sm90.paged_prefill_attention, **case.options, tuning=tuning, interpret=parameters
     )
-    got = np.asarray(jax.jit(function)(**operands(case)))
+    got = np.asarray(jax.jit(function)(**{name: jnp.asarray(array) for name, array in case.arguments.items()}))
     assert worst_error(got, want) < 4 * 2.0**-9
     assert not got[sum(spec.lengths) :].any(), "pads are not zero"
     print("interpreted", kind)

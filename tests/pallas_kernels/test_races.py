@@ -15,6 +15,7 @@ import contextlib
 import io
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call  # there is no public name for the verdict
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,7 +26,7 @@ from pallas_kernels.causal_conv.specs import CausalConvSpec
 from pallas_kernels.gdn_decode import mosaic_sm90
 from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
 from pallas_kernels.spec import ModelShape, Spec
-from tests.pallas_kernels.conformance import host, operands
+from tests.pallas_kernels.conformance import host
 
 ONE_HEAD, GROUP = (ModelShape("small", num_heads=4, num_kv_heads=1, num_k_heads=1, num_v_heads=n) for n in (1, 3))
 DECODE = GdnDecodeSpec(name="", model=GROUP, num_rows=1)
@@ -53,7 +54,7 @@ def raced(spec: Spec, name: str, **settings) -> tuple[bool, str]:
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     try:
         with contextlib.redirect_stdout(printed):
-            jax.block_until_ready(program(operands(case)))
+            jax.block_until_ready(program({key: jnp.asarray(array) for key, array in case.arguments.items()}))
     except jax.errors.JaxRuntimeError as error:  # a broken kernel may also stop the interpreter
         printed.write(str(error))
     found = interpret_pallas_call.get_races().races_found

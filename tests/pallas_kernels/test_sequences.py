@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels.numerics import inverse_frequencies
 from pallas_kernels.spec import TINY_MODELS
 from tests.pallas_kernels.conformance import POOL_OPS, implementations, tolerance, worst_error
 
@@ -106,8 +105,8 @@ def test_decode_attention_equals_prefill_of_the_last_token(implementation, lengt
     live = positions < length
     pages = np.where(live, table[0, positions // 64], 0).astype(np.int32)
     q_out, pool = pallas_kernels.kv_write(
-        projected, q_norm, k_norm, inverse_frequencies(64, 1e7), pool, 0, pages, positions % 64, positions,
-        num_heads=heads, rotary_dim=64, eps=1e-6, implementation=implementation,
+        projected, q_norm, k_norm, pool, 0, pages, positions % 64, positions,
+        num_heads=heads, rotary_dim=64, rope_theta=1e7, eps=1e-6, implementation=implementation,
     )  # fmt: skip
     lengths = np.array([length], np.int32)
     options = {"first_gate": heads, "implementation": implementation}

@@ -19,7 +19,7 @@ from pallas_kernels.paged_decode_attention.specs import PagedDecodeAttentionSpec
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
 from pallas_kernels.spec import REAL_MODELS, ModelShape, Spec
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.conformance import assert_same_bits, host, operands, tolerance, worst_error
+from tests.pallas_kernels.conformance import assert_same_bits, host, tolerance, worst_error
 
 GPUS = ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H200")
 ONE, GROUP = (ModelShape("s", num_heads=4, num_kv_heads=1, num_k_heads=2, num_v_heads=n) for n in (2, 6))
@@ -42,7 +42,7 @@ PADDED = GdnDecodeSpec(name="", model=GROUP, num_rows=3, num_pads=1, num_layers=
 def test_interpreted_matches_the_oracle(spec, tiling):
     case = host(spec.case(1, poison=True))
     run = jax.jit(functools.partial(triton.gdn_decode, **case.options, tiling=tiling, interpret=True))
-    got = run(**operands(case))
+    got = run(**{name: jnp.asarray(array) for name, array in case.arguments.items()})
     *want, written = oracle.gdn_decode(**case.arguments, **case.options)
     bar = functools.partial(tolerance, "gdn_decode", "triton", activations=spec.dtype)
     assert worst_error(got[0], want[0]) < bar(spec.dtype)

@@ -19,7 +19,7 @@ from pallas_kernels.gdn_prefill.specs import GdnPrefillSpec
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
 from pallas_kernels.spec import REAL_MODELS, ModelShape, specs_of
 from tests.pallas_kernels import oracle
-from tests.pallas_kernels.conformance import ROUNDOFF, assert_same_bits, host, operands, worst_error
+from tests.pallas_kernels.conformance import ROUNDOFF, assert_same_bits, host, worst_error
 from tests.pallas_kernels.test_triton import H200, NAME, abstract, lowered_for_h200
 
 SMALL = ModelShape("small", num_heads=2, num_kv_heads=1, num_k_heads=2, num_v_heads=4)
@@ -92,13 +92,18 @@ def test_interpreted_matches_the_oracle(dtype, name):
     changes, edit = CASES[name]
     spec = dataclasses.replace(PACK, dtype=dtype, **changes)
     case = edit(spec.case(1, poison=True))
-    out, pool = map(np.asarray, interpreted(SMALL.num_k_heads)(**operands(case)))
+    out, pool = map(np.asarray, interpreted(SMALL.num_k_heads)(**device(case.arguments)))
     want, want_pool, written = oracle.gdn_prefill(**case.arguments, **case.options)
     exact = 1e-5 if dtype == "float32" else 3e-4
     assert worst_error(out, want) < (exact if dtype == "float32" else 2 * ROUNDOFF[dtype])
     assert not out[want == 0].any(), "outputs of pads are not zero"
     assert worst_error(pool[written], want_pool[written]) < exact
     assert_same_bits(pool[~written], case.arguments["state_pool"][~written], "a slot of nobody")
+
+
+def device(arguments):
+    """The pools and the rest as arrays of the default device, layers as a scalar array."""
+    return {name: jnp.asarray(array) for name, array in arguments.items()}
 
 
 @pytest.mark.host
@@ -109,7 +114,7 @@ def test_interpreted_with_the_state_in_pieces():
     case = host(spec.case(2, poison=True))
     tiling = triton.Tiling(value_dims=64, key_dims=32, parts=3, solved=8)
     function = functools.partial(triton.gdn_prefill, **case.options, tiling=tiling, interpret=True)
-    out, pool = jax.jit(function)(**operands(case))
+    out, pool = jax.jit(function)(**device(case.arguments))
     want, want_pool, written = oracle.gdn_prefill(**case.arguments, **case.options)
     assert worst_error(out, want) < 1e-5
     assert worst_error(np.asarray(pool)[written], want_pool[written]) < 2 * ROUNDOFF["bfloat16"]

@@ -8,6 +8,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import bench, registry, tune, tuned
@@ -15,7 +16,6 @@ from pallas_kernels.paged_decode_attention.triton import Tiling
 from pallas_kernels.spec import specs_of, tiny_specs_of
 from pallas_kernels.tune import Tried
 from pallas_kernels.tuned import Entry, Tunable
-from tests.pallas_kernels.conformance import operands
 
 TUNABLE = Tunable(
     "paged_decode_attention",
@@ -147,7 +147,7 @@ def test_whatever_is_tried_lowers_for_an_h200(op):
     def make():
         case = spec.case()
         options.update(case.options)
-        return operands(case)
+        return {name: jnp.asarray(array) for name, array in case.arguments.items()}
 
     arguments = jax.eval_shape(make)
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)

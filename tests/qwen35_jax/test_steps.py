@@ -12,7 +12,6 @@ import pytest
 from jax.extend.mlir import ir
 
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.layers.constants import Constants
 from qwen35_jax.params import ParamPack
 from qwen35_jax.steps import HostLayout, ProgramKey, StepSpec, device_state_shapes, layout_of, make_step
 from schedulers import Bucket
@@ -51,21 +50,6 @@ def test_a_field_of_another_shape_is_named():
         HostLayout({"a": (1,), "b": (3,)}).pack({"a": np.zeros(1, np.int32), "b": np.zeros(2, np.int32)})
 
 
-def test_constants():
-    config = ModelConfig.preset("4b", layer_types=("linear_attention",) * 3 + ("full_attention",))
-    found = jax.jit(lambda: Constants.of(config))()
-    assert found.layer_numbers.dtype == jnp.int32 and found.layer_numbers.shape == (3, 64)
-    np.testing.assert_array_equal(found.layer_numbers, np.repeat(np.arange(3), 64).reshape(3, 64))
-    assert found.layer(2).shape == (64,) and (found.layer(2) == 2).all()
-    frequencies = np.asarray(found.inverse_frequencies)
-    assert frequencies.dtype == np.float32 and frequencies.size % 64 == 0
-    attention = config.attention
-    half = attention.rotary_dim // 2
-    want = [attention.rope_theta ** (-2 * i / attention.rotary_dim) for i in range(half)]
-    np.testing.assert_allclose(frequencies[:half], want, rtol=1e-7)
-    assert not frequencies[half:].any() and frequencies.size > half
-
-
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu")
 
@@ -86,8 +70,8 @@ def lowered_for_h200(kind: str, steps: int) -> tuple[ir.Module, HostLayout]:
     return lowered.compiler_ir("stablehlo"), layout
 
 
-def kernel_operands(module: ir.Module) -> Iterator[tuple[str, ir.Value, ir.Value]]:
-    """(op of the kernel, operand, what it is a view of), calls and loops looked through."""
+def kernel_operands(module: ir.Module) -> Iterator[tuple[str, str, ir.Value, ir.Value]]:
+    """(op of the kernel, its kind, operand, what that is a view of), calls and loops looked through."""
     functions = {function.sym_name.value: function for function in module.body.operations}
 
     def source(value: ir.Value, calls: tuple[ir.Operation, ...]) -> ir.Value:
@@ -115,7 +99,7 @@ def kernel_operands(module: ir.Module) -> Iterator[tuple[str, ir.Value, ir.Value
                 target = ir.StringAttr(operation.attributes["call_target_name"]).value
                 if target.startswith(KERNELS):
                     op = ir.FlatSymbolRefAttr(calls[-1].attributes["callee"]).value.lstrip("_")
-                    yield from ((op, operand, source(operand, calls)) for operand in operation.operands)
+                    yield from ((op, target, operand, source(operand, calls)) for operand in operation.operands)
             else:
                 for region in operation.regions:
                     for inner in region.blocks:
@@ -136,27 +120,22 @@ def extent(cut: ir.Operation) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize(("kind", "steps"), [("decode", 1), ("decode", 8), ("unified", 1)])
 def test_kernels_read_their_operands_where_they_are(kind, steps):
-    """XLA copies a constant for a custom kernel, and a slice that does not begin and end at multiples of 256 bytes."""
+    """XLA copies a slice for a custom kernel, a launch each time.
+
+    But not for a Mosaic kernel if it begins and ends at a multiple of 256 bytes. Constants are handed over as they are.
+    """
     module, layout = lowered_for_h200(kind, steps)
-    seen, slices = set(), 0
-    for op, operand, origin in kernel_operands(module):
+    seen = set()
+    for op, target, operand, origin in kernel_operands(module):
         seen.add(op)
-        if isinstance(origin.owner, ir.Block):
+        if isinstance(origin.owner, ir.Block) or origin.owner.name != "stablehlo.slice":
             continue
-        what = f"{op}: {operand.type} is {origin.owner}"
-        assert origin.owner.name not in ("stablehlo.constant", "stablehlo.iota"), what
-        if origin.owner.name != "stablehlo.slice":
-            continue
-        fields = ir.RankedTensorType(origin.owner.operands[0].type).shape == [layout.size]
-        if fields or op == "gdn_prefill" and operand.type.shape[1:] == [32]:
-            continue  # once a program; b and a, columns of a projection
-        found = extent(origin.owner)
-        assert found is not None and found[0] % 256 == 0 and found[1] % 256 == 0, what
-        slices += 1
+        cut, what = origin.owner, f"{op}: {operand.type} is {origin.owner}"
+        if ir.RankedTensorType(cut.operands[0].type).shape == [layout.size]:
+            continue  # a field of the host's: once a program
+        if kind == "unified" and (op == "gdn_prefill" or op == "paged_decode_attention" and operand.type.shape[0] == 6):
+            continue  # columns and small parameters of a Triton kernel; rows of one, behind those of the prompts
+        found = extent(cut)
+        assert "mosaic" in target and found is not None and found[0] % 256 == 0 and found[1] % 256 == 0, what
     attention = {"kv_write", "paged_decode_attention"} | ({"paged_prefill_attention"} if kind == "unified" else set())
-    assert seen >= attention | {"gdn_decode"} and slices >= 10
-    # One table for all layers and all steps of a loop.
-    made = "stablehlo.iota dim = 0 : tensor<2x64xi32>"
-    (main,) = (one for one in module.body.operations if one.sym_name.value == "main")
-    outside = [one for one in main.regions[0].blocks[0].operations if one.operation.name == "stablehlo.iota"]
-    assert str(module).count(made) == sum(made in str(one) for one in outside) == 1
+    assert seen >= attention | {"gdn_decode"}
