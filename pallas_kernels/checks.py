@@ -62,8 +62,9 @@ class ArgumentChecker:
         """
         shape, (size, origin) = np.shape(array), self._sizes[letter]
         if len(shape) != 1 or shape[0] < size:
-            source = f"({letter} = {size} comes from {origin})"
-            raise ValueError(f"{self._op}: {name} must be [{letter} or more], got shape {shape} {source}")
+            raise ValueError(
+                f"{self._op}: {name} must be [{letter} or more], got shape {shape} ({letter} = {size} comes from {origin})"
+            )
         return self
 
     def bind(self, letter: str, size: int, origin: str) -> ArgumentChecker:
