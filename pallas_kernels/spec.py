@@ -50,6 +50,11 @@ class ModelShape:
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
     @property
+    def projected_heads(self) -> int:
+        """Heads of an attention layer's projection, side by side: queries, gates, keys and values, 2 N + 2 K."""
+        return 2 * self.num_heads + 2 * self.num_kv_heads
+
+    @property
     def value_dim(self) -> int:
         """Hv Dv."""
         return self.num_v_heads * self.head_v_dim

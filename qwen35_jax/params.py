@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Sharding
 
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.layers.parameters import HeadParam, SmallParam
+from qwen35_jax.layers.parameters import HeadParam, LayerParam, SmallParam
 from qwen35_jax.model import Qwen35
 
 _ALIGNED_FLOATS = 64  # 256 bytes
@@ -124,12 +124,14 @@ class ParamPack:
     def unpack(self, flat: FlatParams, *, in_place: bool = False) -> Qwen35:
         """Puts the module together again; meant for the inside of a trace, where a slice costs nothing.
 
-        On a GPU that is true of custom kernels only if a slice begins and ends at a multiple of 256 bytes; others are
-        copied, a launch each. ``in_place`` pads the stacked numbers of heads to such rows, a launch for all layers.
+        On a GPU that is not true of custom kernels: a slice is copied for them, a launch each, unless the kernel is a
+        Mosaic one and the slice begins and ends at a multiple of 256 bytes. ``in_place`` pads the stacked numbers of
+        heads to such rows, a launch for all layers, and does not slice what a Triton kernel looks up by itself.
 
         Args:
             flat: the packed tuple.
-            in_place: hand out the numbers of heads (:class:`HeadParam`) with zeros behind them.
+            in_place: hand out the numbers of heads (:class:`HeadParam`) with zeros behind them, and of
+                :class:`LayerParam` the vectors of all layers.
 
         Raises:
             ValueError: another number of arrays, or an array of another shape.
@@ -140,11 +142,14 @@ class ParamPack:
         for leaf, array in zip(self.leaves, flat, strict=True):
             if array.shape != leaf.spec.shape:
                 raise ValueError(f"{leaf.name}: shape {array.shape}, expected {leaf.spec.shape}")
-            if in_place and leaf.stacked and isinstance(self._variables[leaf.paths[0]], HeadParam):
+            variable, whole = self._variables[leaf.paths[0]], not leaf.stacked
+            if in_place and leaf.stacked and isinstance(variable, HeadParam):
                 # Behind a barrier, or XLA would pad every slice by itself.
                 array = lax.optimization_barrier(jnp.pad(array, ((0, 0), (0, -array.shape[1] % _ALIGNED_FLOATS))))
+            if in_place and isinstance(variable, LayerParam):
+                whole = True
             for index, path in enumerate(leaf.paths):
-                value = lax.index_in_dim(array, index, keepdims=False) if leaf.stacked else array
+                value = array if whole else lax.index_in_dim(array, index, keepdims=False)
                 variables[_keys(path)] = self._variables[path].replace(value)
         return nnx.merge(self._graphdef, nnx.from_flat_state(variables))
 

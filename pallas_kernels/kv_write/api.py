@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import numpy as np
 
 from pallas_kernels import checks, registry
 from pallas_kernels.kv_write import reference, triton
@@ -16,9 +17,7 @@ OP.register("triton", triton.kv_write, priority=10, supports=triton.supports)
 
 
 def kv_write(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: jax.Array,
     q_norm: jax.Array,
     k_norm: jax.Array,
     kv_pool: jax.Array,
@@ -27,6 +26,7 @@ def kv_write(
     page_offsets: jax.Array,
     positions: jax.Array,
     *,
+    num_heads: int,
     rotary_dim: int,
     rope_theta: float,
     eps: float,
@@ -35,16 +35,16 @@ def kv_write(
     """Normalise q and k per head (weight ``1 + w``), rotate them, and write k and v into the page pool.
 
     Args:
-        q: [T, N, H] raw queries.
-        k: [T, K, H] raw keys, dtype of q.
-        v: [T, K, H] values, dtype of q.
-        q_norm: f32[H], stored near 0.
-        k_norm: f32[H].
-        kv_pool: [L, P, 2, K, Z, H] pages of (key, value), dtype of q. Page 0 is the null page, the sink of pads.
+        heads: [T, 2 N + 2 K, H], side by side: N raw queries, N gates (not read), K raw keys and K values. The
+            layer's projection as it comes out of the matrix product.
+        q_norm: f32[H], stored near 0; or f32[L, H], that of each layer of the pool.
+        k_norm: likewise.
+        kv_pool: [L, P, 2, K, Z, H] pages of (key, value), dtype of heads. Page 0 is the null page, the sink of pads.
         layer: i32 scalar, which layer of the pool.
         page_ids: i32[T], page of each token, 0 for pads.
         page_offsets: i32[T], place in the page, 0..Z-1.
         positions: i32[T], position in the sequence, for the rotation.
+        num_heads: N.
         rotary_dim: leading dims that rotate, even and at most H.
         rope_theta: base of the rotation.
         eps: epsilon of the norms.
@@ -59,12 +59,15 @@ def kv_write(
         UnknownImplementation: no such implementation.
     """
     check = checks.ArgumentChecker(OP.name)
-    check.shape("q", q, ("T", "N", "H")).shape("k", k, ("T", "K", "H")).shape("v", v, ("T", "K", "H"))
-    check.shape("q_norm", q_norm, ("H",)).shape("k_norm", k_norm, ("H",))
-    check.shape("kv_pool", kv_pool, ("L", "P", 2, "K", "Z", "H")).shape("page_ids", page_ids, ("T",))
+    check.require(num_heads > 0, f"num_heads must be positive, got {num_heads}")
+    check.shape("kv_pool", kv_pool, ("L", "P", 2, "K", "Z", "H"))
+    origin = f"2 * num_heads + 2 * K, with K = {check['K']} of kv_pool"
+    check.bind("X", 2 * num_heads + 2 * check["K"], origin).shape("heads", heads, ("T", "X", "H"))
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        check.shape(name, norm, ("L", "H") if np.ndim(norm) == 2 else ("H",)).dtype(name, norm, ("float32",))
+    check.shape("page_ids", page_ids, ("T",))
     check.shape("page_offsets", page_offsets, ("T",)).shape("positions", positions, ("T",))
-    check.dtype("q", q, checks.ACTIVATION_DTYPES).same_dtype(q=q, k=k, v=v, kv_pool=kv_pool)
-    check.dtype("q_norm", q_norm, ("float32",)).dtype("k_norm", k_norm, ("float32",))
+    check.dtype("heads", heads, checks.ACTIVATION_DTYPES).same_dtype(heads=heads, kv_pool=kv_pool)
     for name, array in (("page_ids", page_ids), ("page_offsets", page_offsets), ("positions", positions)):
         check.dtype(name, array, ("int32",))
     check.require(
@@ -72,9 +75,7 @@ def kv_write(
         f"rotary_dim must be even, positive and at most H = {check['H']}, got {rotary_dim}",
     )
     arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
+        "heads": heads,
         "q_norm": q_norm,
         "k_norm": k_norm,
         "kv_pool": kv_pool,
@@ -83,13 +84,11 @@ def kv_write(
         "page_offsets": page_offsets,
         "positions": positions,
     }
-    options = {"rotary_dim": rotary_dim, "rope_theta": float(rope_theta), "eps": float(eps)}
+    options = {"num_heads": num_heads, "rotary_dim": rotary_dim, "rope_theta": float(rope_theta), "eps": float(eps)}
     return _kv_write(arguments, **options, implementation=OP.select(implementation, arguments | options))
 
 
-@functools.partial(jax.jit, static_argnames=("rotary_dim", "rope_theta", "eps", "implementation"))
-def _kv_write(
-    arguments: dict[str, jax.Array], *, rotary_dim: int, rope_theta: float, eps: float, implementation: Implementation
-):
+@functools.partial(jax.jit, static_argnames=("num_heads", "rotary_dim", "rope_theta", "eps", "implementation"))
+def _kv_write(arguments: dict[str, jax.Array], *, implementation: Implementation, **options: int | float):
     with jax.named_scope(OP.name):
-        return implementation.function(**arguments, rotary_dim=rotary_dim, rope_theta=rope_theta, eps=eps)
+        return implementation.function(**arguments, **options)

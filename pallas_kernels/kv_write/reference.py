@@ -10,9 +10,23 @@ from pallas_kernels.numerics import apply_rope, rms_normalize, rope_cos_sin
 
 
 def kv_write(
-    q, k, v, q_norm, k_norm, kv_pool, layer, page_ids, page_offsets, positions, *, rotary_dim, rope_theta, eps
+    heads,
+    q_norm,
+    k_norm,
+    kv_pool,
+    layer,
+    page_ids,
+    page_offsets,
+    positions,
+    *,
+    num_heads,
+    rotary_dim,
+    rope_theta,
+    eps,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.kv_write`. Norm and rotation in float32, rounded once at the end."""
+    q, k, v = heads[:, :num_heads], *jnp.split(heads[:, 2 * num_heads :], 2, axis=1)
+    q_norm, k_norm = (norm[layer] if norm.ndim == 2 else norm for norm in (q_norm, k_norm))
     cos, sin = rope_cos_sin(positions, rotary_dim, rope_theta)
     q_out = apply_rope(rms_normalize(q, eps) * (1.0 + q_norm), cos, sin).astype(q.dtype)
     k_out = apply_rope(rms_normalize(k, eps) * (1.0 + k_norm), cos, sin).astype(kv_pool.dtype)

@@ -57,19 +57,16 @@ class KvWriteSpec(Spec):
             positions[rows], page_offsets[rows] = places, places % PAGE_SIZE
             page_ids[rows] = table[row, places // PAGE_SIZE]
             first += length
-        q = draw.normal((tokens, model.num_heads, model.head_dim), self.dtype)
-        k = draw.normal((tokens, model.num_kv_heads, model.head_dim), self.dtype)
-        v = draw.normal((tokens, model.num_kv_heads, model.head_dim), self.dtype)
+        heads = draw.normal((tokens, model.projected_heads, model.head_dim), self.dtype)
         pool_shape = (self.num_layers, num_pages, 2, model.num_kv_heads, PAGE_SIZE, model.head_dim)
         pool = draw.normal(pool_shape, self.dtype)
         if poison:
             pads = np.arange(tokens) >= sum(self.lengths)
-            q, k, v = (nan_where(pads, array) for array in (q, k, v))
+            gates = np.arange(model.projected_heads) // model.num_heads == 1
+            heads = nan_where(pads[:, None] | gates, heads)
             pool = nan_where(np.ones((self.num_layers, num_pages), bool), pool)
         arguments = {
-            "q": q,
-            "k": k,
-            "v": v,
+            "heads": heads,
             "q_norm": draw.normal((model.head_dim,), "float32", 0.1),
             "k_norm": draw.normal((model.head_dim,), "float32", 0.1),
             "kv_pool": pool,
@@ -78,7 +75,8 @@ class KvWriteSpec(Spec):
             "page_offsets": page_offsets,
             "positions": positions,
         }
-        return Case(arguments, {"rotary_dim": model.rotary_dim, "rope_theta": 1e7, "eps": 1e-6})
+        options = {"num_heads": model.num_heads, "rotary_dim": model.rotary_dim, "rope_theta": 1e7, "eps": 1e-6}
+        return Case(arguments, options)
 
     def compulsory_bytes(self) -> int:
         """q, k and v in and out, where to write, the norm weights."""

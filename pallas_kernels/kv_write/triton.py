@@ -4,6 +4,10 @@ A program normalises and rotates the query heads of one group, then their key he
 needs of the rotation (``rotary_dim / 2`` sines and cosines) it computes once. A head is held as pieces whose sizes are
 powers of two: the two halves that rotate into one another, then the dims that pass through. The loads of all heads are
 independent of one another, so one warp has about 3 kB in flight and 32 of them saturate the memory of an SM.
+
+Operands are read where they are: XLA cuts a slice out for a Triton kernel by a launch of its own. The heads are one
+array, as the layer's matrix product has left it, which the kernel gets three times, for queries, keys and values. The
+norm weights may be those of all layers.
 """
 
 from __future__ import annotations
@@ -23,17 +27,15 @@ from pallas_kernels.gpu_support import require, require_nvidia
 def supports(target, arguments) -> None:
     """Any activation dtype (there is no matrix product), any sizes whose pieces are few."""
     require_nvidia(target, at_least=(8, 0))
-    head_dim, rotary_dim = arguments["q"].shape[2], arguments["rotary_dim"]
+    head_dim, rotary_dim = arguments["heads"].shape[2], arguments["rotary_dim"]
     require(len(_pieces(head_dim, rotary_dim)) <= 8, f"head dim {head_dim} with {rotary_dim} rotated dims")
     require(_is_power_of_two(rotary_dim // 2), f"rotary_dim / 2 must be a power of two, got {rotary_dim} / 2")
-    heads, kv_heads = arguments["q"].shape[1], arguments["k"].shape[1]
+    heads, kv_heads = arguments["num_heads"], arguments["kv_pool"].shape[3]
     require(heads % kv_heads == 0, f"{heads} query heads are no multiple of {kv_heads} key heads")
 
 
 def kv_write(
-    q,
-    k,
-    v,
+    heads,
     q_norm,
     k_norm,
     kv_pool,
@@ -42,40 +44,48 @@ def kv_write(
     page_offsets,
     positions,
     *,
+    num_heads,
     rotary_dim,
     rope_theta,
     eps,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.kv_write`. The pool is an operand aliased to a result: written in place."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    num_tokens, _, head_dim = heads.shape
+    num_kv_heads = kv_pool.shape[3]
     group = num_heads // num_kv_heads
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     inverse_frequencies = jnp.asarray((1.0 / rope_theta**exponents).astype(np.float32))
+    norms = (norm.reshape(-1, head_dim) for norm in (q_norm, k_norm))
+
+    def a_head(first: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, head_dim), lambda token, head: (token, first + head, 0))
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
     a_group = pl.BlockSpec((None, group, head_dim), lambda token, head: (token, head, 0))
-    a_head = pl.BlockSpec((None, None, head_dim), lambda token, head: (token, head, 0))
+    parts = [a_group, a_head(2 * num_heads), a_head(2 * num_heads + num_kv_heads)]  # queries, keys, values
     kernel = functools.partial(_kernel, group=group, pieces=_pieces(head_dim, rotary_dim), eps=eps)
     return pl.pallas_call(
         kernel,
         grid=(num_tokens, num_kv_heads),
-        in_specs=[a_group, a_head, a_head, whole, whole, whole, whole, whole, whole, whole, whole],
+        in_specs=[*parts, whole, whole, whole, whole, whole, whole, whole, whole],
         out_specs=[a_group, whole],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype)],
+        out_shape=[
+            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), heads.dtype),
+            jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype),
+        ],
         input_output_aliases={10: 1},
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="kv_write",
-    )(q, k, v, q_norm, k_norm, inverse_frequencies, layer[None], page_ids, page_offsets, positions, kv_pool)
+    )(*[heads] * 3, *norms, inverse_frequencies, layer[None], page_ids, page_offsets, positions, kv_pool)
 
 
 def _kernel(
     q_ref,  # [G, H]
     k_ref,  # [H]
     v_ref,  # [H]
-    q_norm_ref,
+    q_norm_ref,  # [1 or L, H]
     k_norm_ref,
     inverse_frequencies_ref,
     layer_ref,  # [1]
@@ -95,7 +105,7 @@ def _kernel(
     real = page != 0
     angle = positions_ref[token].astype(jnp.float32) * inverse_frequencies_ref[...]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    rotate = functools.partial(_normed_and_rotated, pieces=pieces, cos=cos, sin=sin, eps=eps)
+    rotate = functools.partial(_normed_and_rotated, layer=layer, pieces=pieces, cos=cos, sin=sin, eps=eps)
 
     for number in range(group):
         for (start, size), part in zip(pieces, rotate(q_ref, (number,), q_norm_ref), strict=True):
@@ -109,13 +119,14 @@ def _kernel(
             pool_ref[layer, page, 1, head, place, dims] = v_ref[dims]
 
 
-def _normed_and_rotated(x_ref, head, norm_ref, *, pieces, cos, sin, eps: float) -> list[jax.Array]:
+def _normed_and_rotated(x_ref, head, norm_ref, *, layer, pieces, cos, sin, eps: float) -> list[jax.Array]:
     """The pieces of one head, float32."""
+    row = layer if norm_ref.shape[0] > 1 else 0
     parts = [x_ref[(*head, pl.ds(start, size))].astype(jnp.float32) for start, size in pieces]
     head_dim = sum(size for _, size in pieces)
     inverse_rms = lax.rsqrt(sum(jnp.sum(part * part) for part in parts) / head_dim + eps)
     first, second, *rest = (
-        part * inverse_rms * (1.0 + norm_ref[pl.ds(start, size)])
+        part * inverse_rms * (1.0 + norm_ref[row, pl.ds(start, size)])
         for (start, size), part in zip(pieces, parts, strict=True)
     )
     return [first * cos - second * sin, second * cos + first * sin, *rest]

@@ -10,7 +10,7 @@ from pallas_kernels.packing import live_rows
 from pallas_kernels.paged_softmax import attend_pages
 
 
-def paged_decode_attention(q, gate, kv_pool, layer, page_table, kv_lens) -> jax.Array:
+def paged_decode_attention(q, gates, kv_pool, layer, page_table, kv_lens, *, first_gate) -> jax.Array:
     """See :func:`pallas_kernels.paged_decode_attention`.
 
     A loop over the live rows, each up to its own length: neither padding rows nor the longest row cost the others
@@ -27,7 +27,8 @@ def paged_decode_attention(q, gate, kv_pool, layer, page_table, kv_lens) -> jax.
         query = q[row].reshape(num_kv_heads, group, head_dim).astype(jnp.float32) * head_dim**-0.5
         last = jnp.full((group,), kv_len - 1)
         attended = attend_pages(query, last, kv_len, kv_pool, layer, page_table[row])
-        gated = attended.reshape(num_heads, head_dim) * lax.logistic(gate[row].astype(jnp.float32))
-        return lax.dynamic_update_index_in_dim(out, gated.astype(out.dtype), row, 0)
+        gate = lax.dynamic_slice(gates, (row, first_gate, 0), (1, num_heads, head_dim)).astype(jnp.float32)
+        gated = attended.reshape(gate.shape) * lax.logistic(gate)
+        return lax.dynamic_update_slice_in_dim(out, gated.astype(out.dtype), row, 0)
 
     return lax.fori_loop(0, count, one_row, jnp.zeros_like(q))

@@ -46,22 +46,23 @@ class PagedDecodeAttentionSpec(Spec):
         num_pages = self.num_pages or 4 + sum(-(-length // PAGE_SIZE) for length in self.kv_lens)
         table = page_table(draw, self.kv_lens, width, num_pages, stray=poison)
         q = draw.normal((rows, model.num_heads, model.head_dim), self.dtype)
-        gate = draw.normal((rows, model.num_heads, model.head_dim), self.dtype)
+        gates = draw.normal((rows, model.projected_heads, model.head_dim), self.dtype)
         pool_shape = (self.num_layers, num_pages, 2, model.num_kv_heads, PAGE_SIZE, model.head_dim)
         pool = draw.normal(pool_shape, self.dtype)
         if poison:
             pads = np.array(self.kv_lens) == 0
-            q, gate = nan_where(pads, q), nan_where(pads, gate)
+            others = np.arange(model.projected_heads) // model.num_heads != 1
+            q, gates = nan_where(pads, q), nan_where(pads[:, None] | others, gates)
             pool = nan_where(unwritten(table, self.kv_lens, self.num_layers, num_pages), pool)
         arguments = {
             "q": q,
-            "gate": gate,
+            "gates": gates,
             "kv_pool": pool,
             "layer": np.int32(self.num_layers - 1),
             "page_table": table,
             "kv_lens": np.array(self.kv_lens, np.int32),
         }
-        return Case(arguments, {})
+        return Case(arguments, {"first_gate": model.num_heads})
 
     def compulsory_bytes(self) -> int:
         """Query, gate and output of each live row, its keys and values once, its page-table entries."""

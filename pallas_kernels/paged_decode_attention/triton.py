@@ -85,12 +85,13 @@ def num_shares(rows: int, num_kv_heads: int, width: int, programs: int = Tiling.
 
 def paged_decode_attention(
     q,
-    gate,
+    gates,
     kv_pool,
     layer,
     page_table,
     kv_lens,
     *,
+    first_gate,
     shares: int | None = None,
     tiling: Tiling | None = None,
     interpret: bool = False,
@@ -107,8 +108,10 @@ def paged_decode_attention(
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
     heads = pl.BlockSpec((None, None, _ROWS, head_dim), lambda row, head, share: (row, head, 0, 0))
+    # Room for the rows behind the last head's group: they are masked, so nothing is read there.
+    all_gates = pl.BlockSpec((None, gates.shape[1] + _ROWS, head_dim), lambda row, head, share: (row, 0, 0))
     table = pl.BlockSpec((None, page_table.shape[1]), lambda row, head, share: (row, 0))
-    operands = (q.reshape(grouped), gate.reshape(grouped), kv_pool, layer[None], page_table, kv_lens)
+    operands = (q.reshape(grouped), gates, kv_pool, layer[None], page_table, kv_lens)
     if shares == 1:
         out_specs, out_shape = heads, jax.ShapeDtypeStruct(grouped, q.dtype)
     else:
@@ -122,9 +125,9 @@ def paged_decode_attention(
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
         ]
     result = pl.pallas_call(
-        functools.partial(_attend, group=group, shares=shares, keys=tiling.keys),
+        functools.partial(_attend, group=group, shares=shares, keys=tiling.keys, first_gate=first_gate),
         grid=(rows, num_kv_heads, shares),
-        in_specs=[heads, heads, whole, whole, table, whole],
+        in_specs=[heads, all_gates, whole, whole, table, whole],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
@@ -139,16 +142,17 @@ def paged_decode_attention(
     all_shares = pl.BlockSpec((None, None, padded, head_dim), lambda row, head: (row, head, 0, 0))
     their_scalars = pl.BlockSpec((None, None, 1 << (padded - 1).bit_length()), lambda row, head: (row, head, 0))
     one_head = pl.BlockSpec((None, None, head_dim), lambda row, head: (row, head, 0))
+    its_gate = pl.BlockSpec((None, None, head_dim), lambda row, head: (row, first_gate + head, 0))
     return pl.pallas_call(
         functools.partial(_combine, shares=shares),
         grid=(rows, num_heads),
-        in_specs=[all_shares, their_scalars, their_scalars, one_head, whole],
+        in_specs=[all_shares, their_scalars, their_scalars, its_gate, whole],
         out_specs=one_head,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_decode_attention_combine",
-    )(acc, top, norm, gate, kv_lens)
+    )(acc, top, norm, gates, kv_lens)
 
 
 def _share_of(kv_len, share, shares: int, page_size: int):
@@ -159,7 +163,17 @@ def _share_of(kv_len, share, shares: int, page_size: int):
 
 
 def _attend(
-    q_ref, gate_ref, pool_ref, layer_ref, table_ref, kv_lens_ref, *out_refs, group: int, shares: int, keys: int
+    q_ref,  # [16, H], of which the first are a group
+    gates_ref,  # [X, H]
+    pool_ref,  # [L, P, 2, K, Z, H]
+    layer_ref,  # [1]
+    table_ref,  # [W]
+    kv_lens_ref,  # [B]
+    *out_refs,
+    group: int,
+    shares: int,
+    keys: int,
+    first_gate: int,
 ):
     """One share of one row's pages for one key/value head."""
     row, head, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -198,7 +212,8 @@ def _attend(
     top, norm, acc = lax.fori_loop(begin * steps, jnp.minimum(end * steps, pl.cdiv(kv_len, keys)), some_keys, start)
     rows = jnp.broadcast_to(live, (_ROWS, head_dim))
     if shares == 1:
-        gate = plgpu.load(gate_ref, mask=rows, other=0.0).astype(jnp.float32)
+        own = gates_ref.at[pl.ds(first_gate + head * group, _ROWS)]
+        gate = plgpu.load(own, mask=rows, other=0.0).astype(jnp.float32)
         gated = acc / norm[:, None] * lax.logistic(gate)
         plgpu.store(out_refs[0], jnp.where(kv_len > 0, gated, 0.0).astype(out_refs[0].dtype), mask=rows)
     else:

@@ -84,7 +84,17 @@ def supports(target, arguments) -> None:
 
 
 def paged_prefill_attention(
-    q, gate, kv_pool, layer, page_table, cu_seqlens, kv_lens, *, tuning: Tuning | None = None, interpret=False
+    q,
+    gates,
+    kv_pool,
+    layer,
+    page_table,
+    cu_seqlens,
+    kv_lens,
+    *,
+    first_gate,
+    tuning: Tuning | None = None,
+    interpret=False,
 ) -> jax.Array:
     """See :func:`pallas_kernels.paged_prefill_attention`."""
     num_tokens, num_heads, _ = q.shape
@@ -93,7 +103,7 @@ def paged_prefill_attention(
     work, count = work_list(cu_seqlens, kv_lens, num_tokens)
     padding = -num_tokens % ALIGNMENT  # none in a bucket of the engine
     if padding:
-        q, gate = (jnp.pad(array, ((0, padding), (0, 0), (0, 0))) for array in (q, gate))
+        q, gates = (jnp.pad(array, ((0, padding), (0, 0), (0, 0))) for array in (q, gates))
     pairs = num_heads // HEADS
     cluster = tuning.cluster if (pairs // num_kv_heads) % tuning.cluster == 0 else 1
     clusters = min(tuning.blocks, work.start.shape[0] * pairs) // cluster
@@ -101,6 +111,8 @@ def paged_prefill_attention(
         _kernel,
         pairs=pairs,
         num_kv_heads=num_kv_heads,
+        num_pages=num_pages,
+        first_gate=first_gate,
         num_clusters=clusters,
         cluster=cluster,
         schedule=tuning.schedule,
@@ -123,23 +135,26 @@ def paged_prefill_attention(
     )
     # A matrix of keys or values is 64 x 256 in one piece: the copy engine addresses (matrix, row, column).
     matrices = kv_pool.reshape(-1, PAGE, DIM)
-    scalars = jnp.stack([count * (pairs // cluster), layer * num_pages])
-    [out] = kernel(q, gate, matrices, jnp.stack(work), scalars, page_table, kv_lens)
+    items = (count * (pairs // cluster))[None]
+    [out] = kernel(q, gates, matrices, jnp.stack(work), items, layer[None], page_table, kv_lens)
     return out[:num_tokens] if padding else out
 
 
 def _kernel(
     q_ref,  # [T, N, H]
-    gate_ref,  # [T, N, H]
+    gates_ref,  # [T, X, H]
     matrices_ref,  # [L P 2 K, Z, H]
     work_ref,  # [7, M]
-    scalars_ref,  # [2]: items of work, first page of the layer
+    items_ref,  # [1]: items of work
+    layer_ref,  # [1]
     table_ref,  # [R, W]
     kv_lens_ref,  # [R]
     out_ref,  # [T, N, H]
     *,
     pairs: int,
     num_kv_heads: int,
+    num_pages: int,
+    first_gate: int,
     num_clusters: int,
     cluster: int,
     schedule: str,
@@ -152,7 +167,7 @@ def _kernel(
         warpgroup, own_cluster = lax.axis_index("warpgroup"), lax.axis_index("cluster")
         block = lax.axis_index("block") if cluster > 1 else 0
         memory = _Memory(queries, *matrices, *barriers)
-        items = scalars_ref[0]
+        items = items_ref[0]
         rounds = lax.div(items + (num_clusters - 1), jnp.int32(num_clusters))
 
         def every_tile(of_tile):
@@ -193,11 +208,12 @@ def _kernel(
                 kv_head = lax.div(pair, jnp.int32(pairs // num_kv_heads))
 
                 def matrix(step):
-                    page = scalars_ref[1] + table_ref[work.request, step]
+                    page = layer_ref[0] * num_pages + table_ref[work.request, step]
                     return page * (2 * num_kv_heads) + kv_head
 
+                sources = (q_ref, gates_ref, matrices_ref)
                 kv_len = kv_lens_ref[work.request]
-                _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matrix, num_kv_heads, shared)
+                _bring(*sources, memory, work, pair, used, kv_len, matrix, num_kv_heads, first_gate, shared)
 
             _drain(memory, every_tile(of_tile))
 
@@ -240,7 +256,7 @@ def _barrier(kind, stage):
     return kind * STAGES + stage
 
 
-def _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matrix, num_kv_heads, shared):
+def _bring(q_ref, gates_ref, matrices_ref, memory, work, pair, used, kv_len, matrix, num_kv_heads, first_gate, shared):
     """The third warpgroup: queries of both heads, keys and values of every page of the tile, then the gates."""
     window = pl.ds(work.start, TILE)
     for head in range(HEADS):
@@ -288,7 +304,7 @@ def _bring(q_ref, gate_ref, matrices_ref, memory, work, pair, used, kv_len, matr
 
     for head in range(HEADS):
         wait_until_free(head, used + work.pages)
-        fetch(head, used + work.pages, gate_ref.at[window, pair * HEADS + head])
+        fetch(head, used + work.pages, gates_ref.at[window, first_gate + pair * HEADS + head])
 
 
 def _drain(memory, used):

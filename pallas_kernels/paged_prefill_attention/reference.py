@@ -10,7 +10,7 @@ from pallas_kernels.packing import TILE, tile_work_list
 from pallas_kernels.paged_softmax import attend_pages
 
 
-def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_lens) -> jax.Array:
+def paged_prefill_attention(q, gates, kv_pool, layer, page_table, cu_seqlens, kv_lens, *, first_gate) -> jax.Array:
     """See :func:`pallas_kernels.paged_prefill_attention`. Dead tiles of the work list cost nothing."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_pool.shape[3]
@@ -18,6 +18,7 @@ def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_
     tiles = tile_work_list(cu_seqlens, num_tokens)
     steps = jnp.arange(TILE, dtype=jnp.int32)
     # Room for the last tile to run past the end, so that tiles are plain slices.
+    gate = gates[:, first_gate : first_gate + num_heads]
     q, gate = (jnp.pad(array, ((0, TILE), (0, 0), (0, 0))) for array in (q, gate))
 
     def one_tile(index, out):

@@ -50,13 +50,14 @@ def supports(target, arguments) -> None:
 
 def paged_prefill_attention(
     q,
-    gate,
+    gates,
     kv_pool,
     layer,
     page_table,
     cu_seqlens,
     kv_lens,
     *,
+    first_gate,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -79,20 +80,35 @@ def paged_prefill_attention(
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
     # Room for the last tile to run past the end: rows past a tile's length are masked, so nothing is read there.
-    tokens = pl.BlockSpec((num_tokens + queries, num_heads, head_dim), lambda head, tile: (0, 0, 0))
+    tokens, tokens_and_gates = (
+        pl.BlockSpec((num_tokens + queries, heads, head_dim), lambda head, tile: (0, 0, 0))
+        for heads in (num_heads, gates.shape[1])
+    )
     return pl.pallas_call(
-        functools.partial(_attend, queries=queries, group=group),
+        functools.partial(_attend, queries=queries, group=group, first_gate=first_gate),
         grid=(num_heads, index.shape[0]),
-        in_specs=[whole, tokens, tokens, whole, whole, whole],
+        in_specs=[whole, tokens, tokens_and_gates, whole, whole, whole],
         out_specs=tokens,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="paged_prefill_attention",
-    )(work, q, gate, kv_pool, layer[None], page_table)
+    )(work, q, gates, kv_pool, layer[None], page_table)
 
 
-def _attend(work_ref, q_ref, gate_ref, pool_ref, layer_ref, table_ref, out_ref, *, queries: int, group: int):
+def _attend(
+    work_ref,  # [4, M]
+    q_ref,  # [T, N, H]
+    gates_ref,  # [T, X, H]
+    pool_ref,  # [L, P, 2, K, Z, H]
+    layer_ref,  # [1]
+    table_ref,  # [R, W]
+    out_ref,  # [T, N, H]
+    *,
+    queries: int,
+    group: int,
+    first_gate: int,
+):
     """One tile of queries of one head."""
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
     request, start, length, first_position = (work_ref[field, tile] for field in range(4))
@@ -139,7 +155,7 @@ def _attend(work_ref, q_ref, gate_ref, pool_ref, layer_ref, table_ref, out_ref, 
         last = (jnp.maximum(kv_len, 0) + page_size - 1) // page_size
         carry = lax.fori_loop(0, seen_whole, functools.partial(one_page, masked=False), carry)
         _, norm, acc = lax.fori_loop(seen_whole, last, functools.partial(one_page, masked=True), carry)
-        gate = plgpu.load(gate_ref.at[tokens, head], mask=real, other=0.0)
+        gate = plgpu.load(gates_ref.at[tokens, first_gate + head], mask=real, other=0.0)
         gated = acc / norm[:, None] * lax.logistic(gate.astype(jnp.float32))
         gated = jnp.where(kv_len > 0, gated, 0.0).astype(out_ref.dtype)  # pads: zeros, whatever their gates hold
         plgpu.store(out_ref.at[tokens, head], gated, mask=real)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from pallas_kernels import kv_write, paged_decode_attention, paged_prefill_attention
@@ -11,7 +10,7 @@ from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
-from qwen35_jax.layers.parameters import matrix, vector
+from qwen35_jax.layers.parameters import layer_vector, matrix
 from qwen35_jax.shapes import Activations, KVPool
 
 
@@ -33,8 +32,8 @@ class GatedAttention(nnx.Module):
         self.pool_layer = pool_layer
         self.kernels = kernels
         self.qkv_proj = matrix(rngs, (config.hidden_size, 2 * q_dim + 2 * kv_dim), dtype)
-        self.q_norm = vector(attention.head_dim)
-        self.k_norm = vector(attention.head_dim)
+        self.q_norm = layer_vector(attention.head_dim)
+        self.k_norm = layer_vector(attention.head_dim)
         self.o_proj = matrix(rngs, (q_dim, config.hidden_size), dtype)
 
     def __call__(self, x: Activations, batch: Batch, kv_pool: KVPool) -> tuple[Activations, KVPool]:
@@ -50,19 +49,16 @@ class GatedAttention(nnx.Module):
         """
         config = self.config
         tokens = x.shape[0]
-        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
         layer = self.pool_layer
 
+        # Each op reads the heads that it needs where the product has left them: nothing is cut out.
         projected = linear(x, self.qkv_proj[...], "qkv_proj")  # [M, 2NH + 2KH]
-        q, gate, k, v = jnp.split(projected, np.cumsum([q_dim, q_dim, kv_dim]), axis=-1)
-        q, gate = (y.reshape(tokens, config.num_heads, config.head_dim) for y in (q, gate))  # [M, N, H]
-        k, v = (y.reshape(tokens, config.num_kv_heads, config.head_dim) for y in (k, v))  # [M, K, H]
+        heads = projected.reshape(tokens, -1, config.head_dim)  # [M, 2N + 2K, H]: q, gate, k, v
+        gates = {"first_gate": config.num_heads}
 
         q, kv_pool = kv_write(
-            q,
-            k,
-            v,
+            heads,
             self.q_norm[...],
             self.k_norm[...],
             kv_pool,
@@ -70,24 +66,26 @@ class GatedAttention(nnx.Module):
             batch.page_ids,
             batch.page_offsets,
             batch.positions,
+            num_heads=config.num_heads,
             rotary_dim=config.rotary_dim,
             rope_theta=config.rope_theta,
             eps=self.eps,
             implementation=implementation_of(self.kernels, "kv_write"),
         )
 
-        (q_prefill, q_decode), (gate_prefill, gate_decode) = batch.split(q), batch.split(gate)
+        (q_prefill, q_decode), (heads_prefill, heads_decode) = batch.split(q), batch.split(heads)
         mixed = []
         if batch.prefill is not None:
             mixed.append(
                 paged_prefill_attention(
                     q_prefill,
-                    gate_prefill,
+                    heads_prefill,
                     kv_pool,
                     layer,
                     batch.prefill.page_table,
                     batch.prefill.cu_seqlens,
                     batch.prefill.kv_lens,
+                    **gates,
                     implementation=implementation_of(self.kernels, "paged_prefill_attention"),
                 )
             )
@@ -95,12 +93,13 @@ class GatedAttention(nnx.Module):
             mixed.append(
                 paged_decode_attention(
                     q_decode,
-                    gate_decode,
+                    heads_decode,
                     kv_pool,
                     layer,
                     batch.decode.page_table,
                     batch.decode.kv_lens,
+                    **gates,
                     implementation=implementation_of(self.kernels, "paged_decode_attention"),
                 )
             )
-        return linear(batch.join(mixed).reshape(tokens, q_dim), self.o_proj[...], "o_proj"), kv_pool
+        return linear(batch.join(mixed).reshape(tokens, -1), self.o_proj[...], "o_proj"), kv_pool

@@ -20,6 +20,10 @@ class HeadParam(SmallParam):
     """A number a head. The ops take it with anything behind the heads' numbers, so that it can be handed out padded."""
 
 
+class LayerParam(SmallParam):
+    """A vector whose op takes those of all layers as well, and looks up the row of the layer that it is called for."""
+
+
 def matrix(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
     """A matrix of the model: normal with standard deviation 0.02, or zeros when no ``rngs`` is given."""
     if rngs is None:
@@ -30,3 +34,8 @@ def matrix(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: jnp.dtype) -> n
 def vector(size: int, value: float = 0.0) -> SmallParam:
     """An fp32 vector filled with ``value``."""
     return SmallParam(jnp.full((size,), value, jnp.float32))
+
+
+def layer_vector(size: int) -> LayerParam:
+    """An fp32 vector of zeros that may be handed out with those of the other layers."""
+    return LayerParam(jnp.zeros((size,), jnp.float32))

@@ -144,14 +144,30 @@ def rotated(x, position, rotary_dim, rope_theta):
     return out
 
 
-def kv_write(q, k, v, q_norm, k_norm, kv_pool, layer, page_ids, page_offsets, positions, rotary_dim, rope_theta, eps):
-    q, k, v, pool = (array.astype(F64) for array in (q, k, v, kv_pool))
+def kv_write(
+    heads,
+    q_norm,
+    k_norm,
+    kv_pool,
+    layer,
+    page_ids,
+    page_offsets,
+    positions,
+    num_heads,
+    rotary_dim,
+    rope_theta,
+    eps,
+):
+    q_norm, k_norm = (norm[layer] if norm.ndim == 2 else norm for norm in (q_norm, k_norm))
+    heads, pool, kv_heads = heads.astype(F64), kv_pool.astype(F64), kv_pool.shape[3]
+    q, _, k, v = np.split(heads, np.cumsum([num_heads, num_heads, kv_heads]), axis=1)
     q_out, written = np.zeros_like(q), np.zeros((*pool.shape[:2], pool.shape[4]), bool)
     for token, (page, place, position) in enumerate(zip(page_ids, page_offsets, positions, strict=True)):
         if page == 0:
             continue
-        q_out[token] = rotated(rms_normalized(q[token], eps) * (1.0 + q_norm), position, rotary_dim, rope_theta)
-        key = rotated(rms_normalized(k[token], eps) * (1.0 + k_norm), position, rotary_dim, rope_theta)
+        rotation = (position, rotary_dim, rope_theta)
+        q_out[token] = rotated(rms_normalized(q[token], eps) * (1.0 + q_norm), *rotation)
+        key = rotated(rms_normalized(k[token], eps) * (1.0 + k_norm), *rotation)
         pool[layer, page, 0, :, place], pool[layer, page, 1, :, place] = key, v[token]
         written[layer, page, place] = True
     return q_out, pool, written
@@ -173,8 +189,8 @@ def gather_pages(kv_pool, layer, pages, length):
     return used[0], used[1]
 
 
-def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_lens):
-    q, gate = q.astype(F64), gate.astype(F64)
+def paged_prefill_attention(q, gates, kv_pool, layer, page_table, cu_seqlens, kv_lens, first_gate=0):
+    q, gate = q.astype(F64), gates[:, first_gate : first_gate + q.shape[1]].astype(F64)
     out = np.zeros_like(q)
     for request, length in enumerate(kv_lens):
         start, stop = cu_seqlens[request], cu_seqlens[request + 1]
@@ -187,8 +203,8 @@ def paged_prefill_attention(q, gate, kv_pool, layer, page_table, cu_seqlens, kv_
     return (out,)
 
 
-def paged_decode_attention(q, gate, kv_pool, layer, page_table, kv_lens):
-    q, gate = q.astype(F64), gate.astype(F64)
+def paged_decode_attention(q, gates, kv_pool, layer, page_table, kv_lens, first_gate=0):
+    q, gate = q.astype(F64), gates[:, first_gate : first_gate + q.shape[1]].astype(F64)
     out = np.zeros_like(q)
     for row, length in enumerate(kv_lens):
         if length > 0:

@@ -57,16 +57,18 @@ def cases_of_wrong_shapes():
         ("gdn_decode", "conv_pool", 2),
         ("gdn_decode", "norm_weight", 0),
         ("gdn_decode", "slot_ids", 0),
-        ("kv_write", "k", 0),
-        ("kv_write", "v", 1),
+        ("kv_write", "heads", 0),
+        ("kv_write", "heads", 1),
+        ("kv_write", "heads", 2),
         ("kv_write", "q_norm", 0),
+        ("kv_write", "k_norm", 0),
         ("kv_write", "kv_pool", 2),
         ("kv_write", "kv_pool", 5),
         ("kv_write", "positions", 0),
-        ("paged_prefill_attention", "gate", 1),
+        ("paged_prefill_attention", "gates", 0),
         ("paged_prefill_attention", "cu_seqlens", 0),
         ("paged_prefill_attention", "kv_lens", 0),
-        ("paged_decode_attention", "gate", 2),
+        ("paged_decode_attention", "gates", 2),
         ("paged_decode_attention", "page_table", 0),
         ("paged_decode_attention", "kv_lens", 0),
     ]:
@@ -133,6 +135,24 @@ def test_layer_is_one_integer(op):
         ),
         ("kv_write", {"rotary_dim": 258}, "rotary_dim must be even, positive and at most H = 256, got 258"),
         ("kv_write", {"rotary_dim": 63}, "rotary_dim must be even, positive and at most H = 256, got 63"),
+        ("kv_write", {"num_heads": 0}, "num_heads must be positive, got 0"),
+        (
+            "kv_write",
+            {"num_heads": 3},
+            r"heads must be \[T, X, H\].*axis 1 is 10, expected 8 \(X = 8 comes from 2 \* num_heads \+ 2 \* K, "
+            r"with K = 1 of kv_pool",
+        ),
+        (
+            "paged_prefill_attention",
+            {"first_gate": 7},
+            r"gates, shape \(75, 10, 256\), holds no N = 4 heads from first_gate = 7 on",
+        ),
+        (
+            "paged_decode_attention",
+            {"first_gate": 7},
+            r"gates, shape \(5, 10, 256\), holds no N = 4 heads from first_gate = 7",
+        ),
+        ("paged_decode_attention", {"first_gate": -1}, "holds no N = 4 heads from first_gate = -1 on"),
     ],
 )
 def test_wrong_options_are_named(op, options, message):
@@ -147,7 +167,6 @@ def test_query_heads_must_be_a_multiple(op):
     pool = case.arguments["kv_pool"].shape
     arrays = {
         "q": S((rows, 4, dim), case.arguments["q"].dtype),
-        "gate": S((rows, 4, dim), case.arguments["q"].dtype),
         "kv_pool": S((*pool[:3], 3, *pool[4:]), case.arguments["q"].dtype),
     }
     with pytest.raises(ValueError, match=rf"{op}: N = 4 query heads \(q\) must be a multiple of K = 3"):

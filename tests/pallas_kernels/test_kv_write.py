@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write.specs import KvWriteSpec
-from pallas_kernels.spec import TINY_MODELS
+from pallas_kernels.spec import TINY_MODELS, Case
 from tests.pallas_kernels.conformance import assert_same_bits, call, check, every_implementation, host
 
 OP = "kv_write"
@@ -76,10 +76,9 @@ def test_nan_row_touches_no_neighbour(implementation):
     case = host(MIXED.case(8, poison=True))
     q_clean, pool_clean = call(OP, implementation, case)
     token = 20
-    poisoned = {name: case.arguments[name].copy() for name in ("q", "k", "v")}
-    for array in poisoned.values():
-        array[token] = np.nan
-    q_out, pool = call(OP, implementation, host(case, **poisoned))
+    heads = case.arguments["heads"].copy()
+    heads[token] = np.nan
+    q_out, pool = call(OP, implementation, host(case, heads=heads))
     pool = pool.copy()
     page, place = case.arguments["page_ids"][token], case.arguments["page_offsets"][token]
     assert np.isnan(q_out[token]).all() and np.isnan(pool[-1, page, :, :, place]).all()
@@ -87,3 +86,19 @@ def test_nan_row_touches_no_neighbour(implementation):
     assert_same_bits(q_out[rows], q_clean[rows], "a neighbour's query")
     pool[-1, page, :, :, place] = pool_clean[-1, page, :, :, place]
     assert_same_bits(pool[:, 1:], pool_clean[:, 1:], "a neighbour's key or value")
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_norms_of_all_layers(implementation, layer):
+    """The row of the layer counts, of which nothing else is looked at."""
+    case = host(MIXED.case(9, poison=True), layer=np.int32(layer))
+    want = call(OP, implementation, case)
+    rows = {}
+    for name in ("q_norm", "k_norm"):
+        rows[name] = np.full((2, MIXED.model.head_dim), np.nan, np.float32)
+        rows[name][layer] = case.arguments[name]
+    stacked = Case(case.arguments | rows, case.options)
+    check(OP, implementation, stacked)
+    for got, plain, name in zip(call(OP, implementation, stacked), want, ("queries", "the pool"), strict=True):
+        assert_same_bits(got, plain, name)

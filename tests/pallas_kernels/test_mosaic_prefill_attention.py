@@ -80,7 +80,7 @@ def lowered_for_h200(spec, **options) -> str:
         function = functools.partial(pallas_kernels.paged_prefill_attention, implementation=NAME)
         if options:
             function = functools.partial(mosaic_sm90.paged_prefill_attention, **options)
-        program = jax.jit(lambda arguments: function(**arguments))
+        program = jax.jit(lambda arguments: function(**arguments, first_gate=spec.model.num_heads))
         return program.trace(arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -147,9 +147,11 @@ def interpret(kind: str) -> None:
     model = ModelShape("small", num_heads=heads, num_kv_heads=1, num_k_heads=1, num_v_heads=1)
     spec = PagedPrefillAttentionSpec(name="", model=model, num_layers=2, **(whole if kind == "races" else ragged))
     case = host(spec.case(1, poison=True))
-    want, *_ = oracle.paged_prefill_attention(**case.arguments)
+    want, *_ = oracle.paged_prefill_attention(**case.arguments, **case.options)
     parameters = plgpu.InterpretGPUParams(detect_races=kind == "races")
-    function = functools.partial(mosaic_sm90.paged_prefill_attention, tuning=tuning, interpret=parameters)
+    function = functools.partial(
+        mosaic_sm90.paged_prefill_attention, **case.options, tuning=tuning, interpret=parameters
+    )
     got = np.asarray(jax.jit(function)(**{name: jnp.asarray(array) for name, array in case.arguments.items()}))
     assert worst_error(got, want) < 4 * 2.0**-9
     assert not got[sum(spec.lengths) :].any(), "pads are not zero"

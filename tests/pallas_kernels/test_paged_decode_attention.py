@@ -75,7 +75,7 @@ def test_all_rows_padding(implementation):
 def test_company_and_width_do_not_matter(implementation):
     case = host(BASE.case(6, poison=True))
     (out,) = call(OP, implementation, case)
-    backwards = {name: case.arguments[name][::-1] for name in ("q", "gate", "page_table", "kv_lens")}
+    backwards = {name: case.arguments[name][::-1] for name in ("q", "gates", "page_table", "kv_lens")}
     assert_close(OP, implementation, call(OP, implementation, host(case, **backwards))[0][::-1], out, name="reversed")
     for row in range(5):
         alone = np.where(np.arange(5) == row, case.arguments["kv_lens"], 0).astype(np.int32)
@@ -86,7 +86,7 @@ def test_company_and_width_do_not_matter(implementation):
 
 
 @every_implementation(OP)
-@pytest.mark.parametrize("where", ["q", "gate", "pages"])
+@pytest.mark.parametrize("where", ["q", "gates", "pages"])
 def test_nan_row_touches_no_neighbour(implementation, where):
     case = host(BASE.case(7, poison=True))
     (clean,) = call(OP, implementation, case)
@@ -108,6 +108,19 @@ def test_long_context(implementation):
     check(OP, implementation, spec.case(8, poison=True))
 
 
+@every_implementation(OP)
+@pytest.mark.parametrize("first", [0, 1, 6])
+def test_gates_are_read_where_they_are(implementation, first):
+    """At the front of the array, in the middle and at its end: the same bits."""
+    case = host(BASE.case(9, poison=True))
+    (out,) = call(OP, implementation, case)
+    heads, own = BASE.model.num_heads, case.options["first_gate"]
+    moved = np.full_like(case.arguments["gates"], np.nan)
+    moved[:, first : first + heads] = case.arguments["gates"][:, own : own + heads]
+    other = Case(case.arguments | {"gates": moved}, {"first_gate": first})
+    assert_same_bits(call(OP, implementation, other)[0], out, "the output")
+
+
 def shared_pages(model: ModelShape, lengths, num_pages: int, seed: int) -> Case:
     """Rows far longer than the pool: their tables name its pages again and again, in no order.
 
@@ -125,7 +138,7 @@ def shared_pages(model: ModelShape, lengths, num_pages: int, seed: int) -> Case:
     shape = (rows, model.num_heads, model.head_dim)
     arguments = {
         "q": draw.normal(shape, "bfloat16"),
-        "gate": draw.normal(shape, "bfloat16"),
+        "gates": draw.normal(shape, "bfloat16"),
         "kv_pool": nan_where(~real, pool),
         "layer": np.int32(1),
         "page_table": table.astype(np.int32),
@@ -134,7 +147,7 @@ def shared_pages(model: ModelShape, lengths, num_pages: int, seed: int) -> Case:
     return Case(arguments, {})
 
 
-def oracle_of_shared_pages(q, gate, kv_pool, layer, page_table, kv_lens) -> np.ndarray:
+def oracle_of_shared_pages(q, gates, kv_pool, layer, page_table, kv_lens) -> np.ndarray:
     """Float64: each distinct key once, its weight times how often it is seen; memory of the pool, not of the rows."""
     num_pages, num_kv_heads, head_dim = kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]
     out = np.zeros(q.shape)
@@ -153,7 +166,7 @@ def oracle_of_shared_pages(q, gate, kv_pool, layer, page_table, kv_lens) -> np.n
         scores = np.matmul(query, np.swapaxes(keys, 1, 2))
         weights = seen[seen > 0] * np.exp(scores - scores.max(axis=-1, keepdims=True))
         attended = np.matmul(weights / weights.sum(axis=-1, keepdims=True), values)
-        out[row] = attended.reshape(q[row].shape) * oracle.sigmoid(gate[row].astype(np.float64))
+        out[row] = attended.reshape(q[row].shape) * oracle.sigmoid(gates[row].astype(np.float64))
     return out
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
-from pallas_kernels.spec import TINY_MODELS
+from pallas_kernels.spec import TINY_MODELS, Case
 from tests.pallas_kernels.conformance import assert_close, assert_same_bits, call, check, every_implementation, host
 
 OP = "paged_prefill_attention"
@@ -77,7 +77,7 @@ def test_packed_equals_alone(implementation, dtype):
     for request in range(len(MIXED.lengths)):
         start, stop = offsets[request], offsets[request + 1]
         moved = {}
-        for name in ("q", "gate"):
+        for name in ("q", "gates"):
             moved[name] = np.full_like(case.arguments[name], np.nan)
             moved[name][: stop - start] = case.arguments[name][start:stop]
         alone = np.where(np.arange(len(offsets)) > request, stop - start, 0).astype(np.int32)
@@ -96,7 +96,7 @@ def test_pieces_equal_one_shot(implementation, dtype, pieces):
     first, done, outputs = offsets[request], 0, []
     for piece in pieces:
         moved = {}
-        for name in ("q", "gate"):
+        for name in ("q", "gates"):
             moved[name] = np.full_like(case.arguments[name], np.nan)
             moved[name][:piece] = case.arguments[name][first + done : first + done + piece]
         done += piece
@@ -122,7 +122,7 @@ def test_bucket_size_does_not_matter(implementation, dtype):
     larger = {
         name: np.concatenate([array, np.full((pads, *array.shape[1:]), np.nan, array.dtype)])
         for name, array in case.arguments.items()
-        if name in ("q", "gate")
+        if name in ("q", "gates")
     }
     table = case.arguments["page_table"]
     larger["page_table"] = np.zeros((len(table) + absent, 16), np.int32)
@@ -150,6 +150,20 @@ def test_nan_request_touches_no_neighbour(implementation, dtype):
     (out,) = call(OP, implementation, host(case, q=q, kv_pool=pool))
     assert np.isnan(out[rows]).all()
     assert_same_bits(out[~rows], clean[~rows], "a neighbour's output")
+
+
+@every_implementation(OP)
+@both_dtypes
+@pytest.mark.parametrize("first", [0, 1, 6])
+def test_gates_are_read_where_they_are(implementation, dtype, first):
+    """At the front of the array, in the middle and at its end: the same bits."""
+    case = host(mixed(dtype).case(13, poison=True))
+    (out,) = call(OP, implementation, case)
+    heads, own = MIXED.model.num_heads, case.options["first_gate"]
+    moved = np.full_like(case.arguments["gates"], np.nan)
+    moved[:, first : first + heads] = case.arguments["gates"][:, own : own + heads]
+    other = Case(case.arguments | {"gates": moved}, {"first_gate": first})
+    assert_same_bits(call(OP, implementation, other)[0], out, "the output")
 
 
 @every_implementation(OP)

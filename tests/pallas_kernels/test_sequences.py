@@ -97,8 +97,7 @@ def test_decode_attention_equals_prefill_of_the_last_token(implementation, lengt
     """Write keys and values, attend by prefill, then the last token again as a decode row."""
     rng = np.random.default_rng(length)
     heads, kv_heads, dim, bucket = MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim, 136
-    q, gate = (rng.standard_normal((bucket, heads, dim), np.float32) for _ in range(2))
-    k, v = (rng.standard_normal((bucket, kv_heads, dim), np.float32) for _ in range(2))
+    projected = rng.standard_normal((bucket, MODEL.projected_heads, dim), np.float32)
     q_norm, k_norm = (rng.standard_normal(dim, np.float32) * np.float32(0.1) for _ in range(2))
     pool = np.full((1, 6, 2, kv_heads, 64, dim), np.nan, "f4")
     table = np.array([[4, 2, 5]], np.int32)
@@ -106,16 +105,17 @@ def test_decode_attention_equals_prefill_of_the_last_token(implementation, lengt
     live = positions < length
     pages = np.where(live, table[0, positions // 64], 0).astype(np.int32)
     q_out, pool = pallas_kernels.kv_write(
-        q, k, v, q_norm, k_norm, pool, 0, pages, positions % 64, positions,
-        rotary_dim=64, rope_theta=1e7, eps=1e-6, implementation=implementation,
+        projected, q_norm, k_norm, pool, 0, pages, positions % 64, positions,
+        num_heads=heads, rotary_dim=64, rope_theta=1e7, eps=1e-6, implementation=implementation,
     )  # fmt: skip
     lengths = np.array([length], np.int32)
+    options = {"first_gate": heads, "implementation": implementation}
     prefill = pallas_kernels.paged_prefill_attention(
-        q_out, gate, pool, 0, table, np.array([0, length], np.int32), lengths, implementation=implementation
+        q_out, projected, pool, 0, table, np.array([0, length], np.int32), lengths, **options
     )
     last = slice(length - 1, length)
     decode = pallas_kernels.paged_decode_attention(
-        np.asarray(q_out)[last], gate[last], pool, 0, table, lengths, implementation=implementation
+        np.asarray(q_out)[last], projected[last], pool, 0, table, lengths, **options
     )
     assert worst_error(decode, np.asarray(prefill)[last]) <= tolerance(
         "paged_decode_attention", implementation, "float32"

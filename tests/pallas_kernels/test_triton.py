@@ -206,8 +206,8 @@ def test_real_heads_at_odd_batches(model, rows):
     lengths[0] = 3000
     spec = PagedDecodeAttentionSpec(name="", model=REAL_MODELS[model], kv_lens=tuple(int(n) for n in lengths))
     case = host(spec.case(rows, poison=True))
-    want = oracle.paged_decode_attention(**case.arguments)[0]
-    got = pallas_kernels.paged_decode_attention(**case.arguments, implementation=NAME)
+    want = oracle.paged_decode_attention(**case.arguments, **case.options)[0]
+    got = pallas_kernels.paged_decode_attention(**case.arguments, **case.options, implementation=NAME)
     assert worst_error(got, want) < 2 * ROUNDOFF["bfloat16"]
     assert not np.asarray(got)[lengths == 0].any()
 
@@ -224,7 +224,7 @@ def test_ragged_prefill_on_real_heads(model):
         num_pads=77,
     )
     case = host(spec.case(3, poison=True))
-    want = oracle.paged_prefill_attention(**case.arguments)[0]
-    got = pallas_kernels.paged_prefill_attention(**case.arguments, implementation=NAME)
+    want = oracle.paged_prefill_attention(**case.arguments, **case.options)[0]
+    got = pallas_kernels.paged_prefill_attention(**case.arguments, **case.options, implementation=NAME)
     assert worst_error(got, want) < 4 * ROUNDOFF["bfloat16"]
     assert not np.asarray(got)[want == 0].any()

@@ -116,19 +116,27 @@ def test_random_parameters_are_made_and_packed_inside_jit():
     assert (values["layers.0.mixer.A_log"] >= 0).all() and values["layers.0.mixer.conv_weight"].std() > 0.1
 
 
-def test_numbers_of_heads_can_be_padded():
-    """On a GPU their rows are then handed to kernels in place."""
-    config = ModelConfig.preset("tiny-4b")
+def test_kernels_get_small_parameters_in_place():
+    """Numbers of heads with zeros behind them, norms of attention for all its layers."""
+    config = ModelConfig.preset("tiny-4b", layer_types=("full_attention", "linear_attention", "full_attention"))
     pack = ParamPack(config, dtype="float32")
-    flat = pack.pack(_model(config))
+    draw = np.random.default_rng(0)
+    flat = tuple(draw.standard_normal(spec.shape, np.float32) for spec in pack.leaf_specs)
     want, got = _values(pack.unpack(flat)), _values(jax.jit(lambda x: pack.unpack(x, in_place=True))(flat))
-    padded = set()
+    padded, whole = set(), set()
     for path, value in want.items():
+        name = path.split(".")[-1]
+        if got[path].ndim > value.ndim:
+            whole.add(name)
+            row = {"layers.0": 0, "layers.2": 1}[path[:8]]  # the layer's place in the pools
+            assert got[path].shape == (2, *value.shape)
+            np.testing.assert_array_equal(got[path][row], value, err_msg=path)
+            continue
         np.testing.assert_array_equal(got[path][tuple(map(slice, value.shape))], value, err_msg=path)
         if got[path].shape != value.shape:
-            padded.add(path.split(".")[-1])
+            padded.add(name)
             assert got[path].nbytes % 256 == 0 and not got[path][value.size :].any()
-    assert padded == {"A_log", "dt_bias"}
+    assert padded == {"A_log", "dt_bias"} and whole == {"q_norm", "k_norm"}
 
 
 def test_unpack_is_only_static_slices():
