@@ -50,7 +50,12 @@ def full_float32(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize == 4 else None
 
 
-def weighted_sum(weights: jax.Array, values: jax.Array, *, exact: bool = True) -> jax.Array:
+def three_tf32(dtype) -> lax.DotAlgorithmPreset | None:
+    """Precision of products of float32 operands as three of their TF32 parts: 21 bits, on the tensor cores."""
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if jnp.dtype(dtype).itemsize == 4 else None
+
+
+def weighted_sum(weights: jax.Array, values: jax.Array, *, exact: bool = True, precision=None) -> jax.Array:
     """``weights @ values`` inside a Triton kernel.
 
     Args:
@@ -58,12 +63,13 @@ def weighted_sum(weights: jax.Array, values: jax.Array, *, exact: bool = True) -
         values: [S, H].
         exact: 16-bit values only: carry the weights as two numbers of their dtype (16 mantissa bits for bfloat16) in
             two products. Otherwise they are rounded once, an error of one roundoff of ``sum |weight value|``.
+        precision: of the product of float32 values; None keeps them whole.
 
     Returns:
         f32[M, H].
     """
     high = weights.astype(values.dtype)
-    total = plgpu.dot(high, values, precision=full_float32(values.dtype))
+    total = plgpu.dot(high, values, precision=precision or full_float32(values.dtype))
     if exact and values.dtype.itemsize == 2:
         total = total + plgpu.dot((weights - high.astype(jnp.float32)).astype(values.dtype), values)
     return total

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu_support import full_float32, require, require_nvidia, weighted_sum
+from pallas_kernels.gpu_support import full_float32, require, require_nvidia, three_tf32, weighted_sum
 from pallas_kernels.packing import tile_work_list
 
 _LOWEST = -1e30  # start of running maxima: finite, so that no difference is NaN
@@ -31,13 +31,19 @@ class Tiling:
 
     Attributes:
         queries: tokens of a tile.
+        keys: keys of a step, a power of two that divides the page.
         warps: warps of a program.
         stages: depth of the pipeline that loads keys and values.
     """
 
     queries: int = 128
+    keys: int = 64
     warps: int = 8
     stages: int = 2
+
+
+FLOAT32 = Tiling(queries=16, keys=32, warps=4, stages=1)
+"""Larger tiles spill registers: three products of TF32 parts stand for each product."""
 
 
 def supports(target, arguments) -> None:
@@ -65,9 +71,10 @@ def paged_prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_requests = page_table.shape[0]
     group = num_heads // kv_pool.shape[3]
-    # Two warpgroups of 64 rows; float32 runs without tensor cores and unrolls every multiply-add: small tiles.
-    tiling = tiling or (Tiling() if q.dtype.itemsize == 2 else Tiling(queries=32, warps=4, stages=1))
+    tiling = tiling or (Tiling() if q.dtype.itemsize == 2 else FLOAT32)
     queries = tiling.queries
+    # A CPU, where kernels are interpreted, has no TF32.
+    precision = full_float32(q.dtype) if interpret else three_tf32(q.dtype)
     offsets = jnp.concatenate([cu_seqlens, jnp.full((1,), num_tokens, cu_seqlens.dtype)])
     totals = jnp.concatenate([kv_lens, jnp.zeros((1,), kv_lens.dtype)])
     tiles = tile_work_list(offsets, num_tokens, queries)
@@ -85,7 +92,9 @@ def paged_prefill_attention(
         for heads in (num_heads, gates.shape[1])
     )
     return pl.pallas_call(
-        functools.partial(_attend, queries=queries, group=group, first_gate=first_gate),
+        functools.partial(
+            _attend, queries=queries, keys=tiling.keys, group=group, first_gate=first_gate, precision=precision
+        ),
         grid=(num_heads, index.shape[0]),
         in_specs=[whole, tokens, tokens_and_gates, whole, whole, whole],
         out_specs=tokens,
@@ -106,8 +115,10 @@ def _attend(
     out_ref,  # [T, N, H]
     *,
     queries: int,
+    keys: int,
     group: int,
     first_gate: int,
+    precision,
 ):
     """One tile of queries of one head."""
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
@@ -120,30 +131,32 @@ def _attend(
     positions = first_position + steps
     kv_len = first_position + length  # what the last query of the tile sees
 
-    precision, scale = full_float32(q_ref.dtype), head_dim**-0.5 * _LOG2_E
+    scale = head_dim**-0.5 * _LOG2_E
 
     @pl.when(length > 0)
     def _():
         q = plgpu.load(q_ref.at[tokens, head], mask=real, other=0.0)  # [queries, H]
 
-        def one_page(number, carry, *, masked: bool):
+        def some_keys(number, carry, *, masked: bool):
             top, norm, acc = carry
-            page = table_ref[request, number]
-            key = pool_ref[layer, page, 0, kv_head]  # [Z, H]
+            first = number * keys
+            page = table_ref[request, lax.div(first, page_size)]
+            places = pl.ds(lax.rem(first, page_size), keys)
+            key = pool_ref[layer, page, 0, kv_head, places]  # [keys, H]
             scores = plgpu.dot(q, key, trans_b=True, precision=precision)
             if masked:
-                where = number * page_size + jnp.arange(page_size, dtype=jnp.int32)
+                where = first + jnp.arange(keys, dtype=jnp.int32)
                 scores = jnp.where(where[None, :] <= jnp.minimum(positions, kv_len - 1)[:, None], scores, -jnp.inf)
-                seen = jnp.broadcast_to((where < kv_len)[:, None], (page_size, head_dim))
-                value = plgpu.load(pool_ref.at[layer, page, jnp.int32(1), kv_head], mask=seen, other=0.0)
+                seen = jnp.broadcast_to((where < kv_len)[:, None], (keys, head_dim))
+                value = plgpu.load(pool_ref.at[layer, page, jnp.int32(1), kv_head, places], mask=seen, other=0.0)
             else:
-                value = pool_ref[layer, page, 1, kv_head]
+                value = pool_ref[layer, page, 1, kv_head, places]
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             weights = jnp.exp2((scores - new_top[:, None]) * scale)
             shrink = jnp.exp2((top - new_top) * scale)
             norm = norm * shrink + jnp.sum(weights, axis=1)
             # Queries of few keys lie at the diagonal: there a rounded weight would show, so both its halves count.
-            acc = acc * shrink[:, None] + weighted_sum(weights, value, exact=masked)
+            acc = acc * shrink[:, None] + weighted_sum(weights, value, exact=masked, precision=precision)
             return new_top, norm, acc
 
         carry = (
@@ -151,10 +164,10 @@ def _attend(
             jnp.zeros((queries,), jnp.float32),
             jnp.zeros((queries, head_dim), jnp.float32),
         )
-        seen_whole = jnp.maximum(first_position + 1, 0) // page_size
-        last = (jnp.maximum(kv_len, 0) + page_size - 1) // page_size
-        carry = lax.fori_loop(0, seen_whole, functools.partial(one_page, masked=False), carry)
-        _, norm, acc = lax.fori_loop(seen_whole, last, functools.partial(one_page, masked=True), carry)
+        seen_whole = jnp.maximum(first_position + 1, 0) // keys
+        last = pl.cdiv(jnp.maximum(kv_len, 0), keys)
+        carry = lax.fori_loop(0, seen_whole, functools.partial(some_keys, masked=False), carry)
+        _, norm, acc = lax.fori_loop(seen_whole, last, functools.partial(some_keys, masked=True), carry)
         gate = plgpu.load(gates_ref.at[tokens, first_gate + head], mask=real, other=0.0)
         gated = acc / norm[:, None] * lax.logistic(gate.astype(jnp.float32))
         gated = jnp.where(kv_len > 0, gated, 0.0).astype(out_ref.dtype)  # pads: zeros, whatever their gates hold
