@@ -167,6 +167,9 @@ def environment(platform: str) -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
     found["PYTHONUNBUFFERED"] = "1"
     found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # The oracles' products would each start a thread a core, in every process at once.
+    for library in ("OPENBLAS", "OMP", "MKL"):
+        found.setdefault(f"{library}_NUM_THREADS", "2")
     flags = found.get("XLA_FLAGS", "")
     if platform == "cpu":
         if "xla_force_host_platform_device_count" not in flags:

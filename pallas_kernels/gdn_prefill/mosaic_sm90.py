@@ -316,6 +316,7 @@ def _scan(
             scores = [memory.scores.at[number].transpose((1, 0)) for number in range(PARTS)]
             for left, right in ((low, scores[0]), (high, scores[1]), (high, scores[0])):
                 out.add(left, right)
+
             @pl.when(chunk + 1 < chunks)
             def _():
                 await_keys(chunk + 1)

@@ -219,8 +219,8 @@ def main(argv: list[str]) -> int:
         found = {"kind": devices[0].device_kind, "count": len(devices), "platform": devices[0].platform}
         Path(argv[2]).write_text(json.dumps(found | {"jax": jax.__version__}))
         return 0
-    if not task.kind.startswith("engine"):
-        os.nice(5)  # the sections of the engine's rig take longest, one after the other: the rest fills in beside them
+    if task.kind == "kernels":
+        os.nice(5)  # many processes, which fill in beside the few that take longest
     run(task, Results(Path(argv[2])))
     return 0
 
