@@ -175,7 +175,7 @@ def digest(ids: Sequence[int]) -> str:
 
 
 def candidates(tokenizer: Any, pick: Pick, count: int) -> list[tuple[int, Example]]:
-    """The first ``count`` held-out examples with short answers, far enough from what they ask for, with their numbers."""
+    """The first ``count`` held-out examples with short answers and the distance asked for, with their numbers."""
     found: list[tuple[int, Example]] = []
     tried = 12 * count
     for index, example in enumerate(tasks.held_out(pick.task, tried, seed=PROMPTS_SEED, max_tokens=pick.max_tokens)):
