@@ -324,8 +324,26 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
         UserInputError: the file is there and is not a results file, or cannot be written.
     """
     path = Path(path)
-    before = read_records(path) if path.exists() else []
-    text = json.dumps([record.to_dict() for record in [*before, *records]], indent=1, allow_nan=False) + "\n"
+    _write(path, [*(read_records(path) if path.exists() else []), *records])
+
+
+def replace_record(path: str | os.PathLike[str], before: Record, after: Record) -> None:
+    """Write a record in the place of one that the file has; at the end where it does not have it (any more).
+
+    Raises:
+        UserInputError: as :func:`append_records`.
+    """
+    path = Path(path)
+    records = read_records(path) if path.exists() else []
+    if before in records:
+        records[records.index(before)] = after
+    else:
+        records.append(after)
+    _write(path, records)
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    text = json.dumps([record.to_dict() for record in records], indent=1, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

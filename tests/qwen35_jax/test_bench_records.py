@@ -11,7 +11,16 @@ import pytest
 from pallas_kernels import bench as kernel_bench
 from pallas_kernels.spec import tiny_specs_of
 from qwen35_jax.bench import records
-from qwen35_jax.bench.records import Cell, Record, append_records, make_record, newest, parse_cell, read_records
+from qwen35_jax.bench.records import (
+    Cell,
+    Record,
+    append_records,
+    make_record,
+    newest,
+    parse_cell,
+    read_records,
+    replace_record,
+)
 from qwen35_jax.errors import UserInputError
 
 
@@ -150,6 +159,19 @@ def test_a_wrong_file_is_named_and_left_alone(tmp_path, text, words):
             call()
         assert str(path) in str(caught.value) and words in str(caught.value)
     assert path.read_text() == text
+
+
+def test_a_record_takes_the_place_of_another(tmp_path):
+    path = tmp_path / "results.json"
+    first, second = record("start/4b"), record("start/9b")
+    fuller = dataclasses.replace(first, metrics={**first.metrics, "more": 1.5})
+    append_records(path, [first, second])
+    replace_record(path, first, fuller)
+    assert read_records(path) == [fuller, second]
+    replace_record(path, first, fuller)  # somebody took it out of the file
+    assert read_records(path) == [fuller, second, fuller]
+    replace_record(tmp_path / "new.json", first, fuller)
+    assert read_records(tmp_path / "new.json") == [fuller]
 
 
 def test_a_missing_file_is_named(tmp_path):
