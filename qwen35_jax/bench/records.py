@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,13 +23,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.provenance import DIRTY, UNKNOWN_COMMIT, current_commit
 from qwen35_jax.errors import UserInputError
-
-COMMIT_VARIABLE = "QWEN35_COMMIT"
-"""Environment variable that names the commit where the tree was copied without its repository."""
-
-DIRTY = "+dirty"
-UNKNOWN_COMMIT = "unknown"
 
 _CHECKOUT = Path(__file__).resolve().parent.parent.parent
 _NAME = r"[a-z0-9][a-z0-9._-]*"
@@ -290,31 +284,6 @@ def own_command() -> str:
     else:
         head = [program.name]
     return shlex.join([*head, *sys.argv[1:]])
-
-
-def current_commit(checkout: Path = _CHECKOUT) -> str:
-    """The commit of the code in use, with "+dirty" when tracked files differ from it, "unknown" where none can be told.
-
-    ``QWEN35_COMMIT`` in the environment wins: it serves a tree that was copied without its repository. What lies in
-    ``benchmarks/`` does not count as a difference, or the first record of a run would mark the next.
-    """
-    if named := os.environ.get(COMMIT_VARIABLE):
-        return named
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, check=True, timeout=60
-        )
-        return done.stdout.strip()
-
-    try:
-        # An installed package may lie inside some repository: it is this one only if git tracks the code itself.
-        git("ls-files", "--error-unmatch", "qwen35_jax/__init__.py")
-        head = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks")
-    except (OSError, subprocess.SubprocessError):
-        return UNKNOWN_COMMIT
-    return head + (DIRTY if changed else "")
 
 
 def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> None:

@@ -249,8 +249,9 @@ def measure(
     """
     import jax
 
+    from pallas_kernels.provenance import current_commit
     from qwen35_jax import LLM
-    from qwen35_jax.bench.records import current_commit, own_command
+    from qwen35_jax.bench.records import own_command
 
     tokenizer = Tokenizer.from_dir(model_dir)
     table: dict[str, Any] = {}

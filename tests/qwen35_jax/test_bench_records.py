@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from pallas_kernels import bench as kernel_bench
+from pallas_kernels.provenance import COMMIT_VARIABLE
 from pallas_kernels.spec import tiny_specs_of
 from qwen35_jax.bench import records
 from qwen35_jax.bench.records import (
@@ -102,7 +102,7 @@ def test_a_wrong_record_is_named(fields, words):
 
 
 def test_make_record_says_where_and_how(monkeypatch):
-    monkeypatch.setenv(records.COMMIT_VARIABLE, "abc+dirty")
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc+dirty")
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/qwen35-bench", "throughput", "--results=a b.json"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     made = make_record(
@@ -111,6 +111,7 @@ def test_make_record_says_where_and_how(monkeypatch):
     assert made.metrics == {"cold_s": 1.5} and made.settings == {"sizes": [1, 2]}
     assert made.command == "qwen35-bench throughput '--results=a b.json'"
     assert made.commit == "abc+dirty" and made.dirty
+    assert record(commit="unknown").dirty and not record(commit="abc").dirty
     assert (made.device, made.device_count) == ("cpu", 1) and made.faults() == ("measured on a CPU",)
     assert made.when.tzinfo is not None
     json.dumps(made.to_dict(), allow_nan=False)
@@ -200,33 +201,6 @@ def test_the_newest_record_counts_whatever_the_offset():
 def test_figures_that_do_not_count_say_why(fields, words):
     assert words in " ".join(record(**fields).faults())
     assert record().faults() == ()
-
-
-def test_commits(tmp_path, monkeypatch):
-    monkeypatch.delenv(records.COMMIT_VARIABLE, raising=False)
-    assert records.current_commit(tmp_path) == "unknown"
-    (tmp_path / "qwen35_jax").mkdir()
-    (tmp_path / "benchmarks").mkdir()
-    code, results = tmp_path / "qwen35_jax" / "__init__.py", tmp_path / "benchmarks" / "a.json"
-
-    def git(*arguments):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    code.write_text("")
-    results.write_text("[]")
-    assert records.current_commit(tmp_path) == "unknown", "the repository does not hold the code"
-    git("add", ".")
-    git("commit", "-qm", "one")
-    head = git("rev-parse", "HEAD")
-    assert records.current_commit(tmp_path) == head
-    results.write_text("[1]")
-    (tmp_path / "untracked.py").write_text("")
-    assert records.current_commit(tmp_path) == head
-    code.write_text("x = 1")
-    assert records.current_commit(tmp_path) == head + "+dirty"
-    assert record(commit=head + "+dirty").dirty and not record(commit=head).dirty
 
 
 def test_records_of_the_kernel_harness_have_the_same_schema(tmp_path):
