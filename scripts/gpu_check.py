@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from qwen35_jax.bench.records import current_commit, own_command  # noqa: E402
+from pallas_kernels.provenance import current_commit  # noqa: E402
+from qwen35_jax.bench.records import own_command  # noqa: E402
 from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command  # noqa: E402
 from qwen35_jax.errors import UserInputError  # noqa: E402
 from qwen35_jax.presets import PRESETS  # noqa: E402
