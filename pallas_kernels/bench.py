@@ -212,22 +212,29 @@ class Prepared:
 
 
 def prepare(
-    spec: Spec, implementation: str, *, calls: int, rounds: int, compiling: Callable[[Callable], Any] | None = None
+    spec: Spec,
+    implementation: str,
+    *,
+    calls: int,
+    rounds: int,
+    case: tuple[dict[str, jax.Array], dict[str, Any]] | None = None,
+    compiling: Callable[[Callable], Any] | None = None,
 ) -> Callable[[], Prepared]:
-    """Makes a spec's data and traces its programs; what is returned waits until they are compiled.
+    """Traces a spec's programs; what is returned waits until they are compiled.
 
     Args:
         spec: the workload.
         implementation: "auto" or a name.
         calls: calls of a round.
         rounds: of a program.
+        case: its arguments, on the device, and options; None makes them.
         compiling: starts a function somewhere and returns a function that gives its result; None runs it at once.
 
     Raises:
         UnsupportedArguments: the implementation does not take the spec.
     """
     start = compiling or (lambda compile_it: functools.partial(lambda result: result, compile_it()))
-    arguments, options = _device_case(spec, seed=0)
+    arguments, options = case or _device_case(spec, seed=0)
     chosen = registry.get_op(spec.op).select(implementation, arguments | options).name
     pools = tuple(arguments[name] for name in spec.pools)
     inputs = separate_inputs({name: array for name, array in arguments.items() if name not in spec.pools}, calls)
@@ -427,11 +434,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # All is compiled before anything is timed: trying products on the device while another program is being timed
     # would disturb it.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-        waiting = []
-        for number, spec in enumerate(chosen, 1):
+        if options.dtype:
+            chosen = [dataclasses.replace(spec, dtype=options.dtype) for spec in chosen]
+        waiting, cases = [], [threads.submit(_device_case, spec, 0) for spec in chosen]
+        for number, (spec, case) in enumerate(zip(chosen, cases, strict=True), 1):
             _say(f"tracing {number} of {len(chosen)}: {spec.op}/{spec.name}")
-            if options.dtype:
-                spec = dataclasses.replace(spec, dtype=options.dtype)
             rounds = options.rounds or rounds_for(spec, options.calls, ceilings)
             try:
                 waiting.append(
@@ -440,21 +447,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                         options.implementation,
                         calls=options.calls,
                         rounds=rounds,
+                        case=case.result(),
                         compiling=lambda compile_it: threads.submit(compile_it).result,
                     )
                 )
             except registry.UnsupportedArguments as refusal:
                 _say(f"{spec.op}/{spec.name}: not measured: {refusal}")
+        del case, cases  # what has been timed frees its data
         _say(f"compiling {4 * len(waiting)} programs")
         prepared = [ready() for ready in waiting]
     while prepared:
         ready = prepared.pop(0)  # its data is freed with it
         _say(f"timing {ready.spec.op}/{ready.spec.name}, {len(prepared)} to come")
         measurements.append(measure(ready, dispatches=options.dispatches, samples=options.samples))
+        if options.output:  # a run that is cut keeps what it has
+            write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])
     print(f"{jax.devices()[0].device_kind}: copy {ceilings.measured_bytes_per_s / 1e12:.3f} TB/s in this run")
     print(table(measurements, ceilings))
-    if options.output:
-        write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])
     return 1 if any(item.checks["first_mismatch"] for item in measurements) else 0
 
 

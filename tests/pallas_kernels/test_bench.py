@@ -15,6 +15,21 @@ from pallas_kernels.spec import specs_of, tiny_specs_of
 QUICK = ["--calls=2", "--dispatches=1", "--samples=2", "--copy-bytes=1048576"]
 
 
+def test_a_run_that_is_cut_keeps_what_it_has(tmp_path, monkeypatch):
+    output, measured, good = tmp_path / "kernels.json", [], bench.measure
+
+    def measure(ready, **how):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(ready.spec.name)
+        return good(ready, **how)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--tiny", "--op=kv_write", *QUICK, f"--output={output}"])
+    assert [record["cell"] for record in json.loads(output.read_text())] == [f"kernel/kv_write/{measured[0]}"]
+
+
 def test_a_record(tmp_path, capsys):
     output = tmp_path / "kernels.json"
     arguments = [
