@@ -16,7 +16,7 @@ _CPU_SHARE = 0.5  # share of the host's free memory that pools may plan with: th
 
 
 def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) -> None:
-    """Set up the backend: allocator arena and persistent compilation cache.
+    """Set up the backend: allocator arena, text of programs and persistent compilation cache.
 
     The arena's size can only be set before the backend starts; a process that already uses a GPU keeps its own.
 
@@ -24,6 +24,9 @@ def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) ->
         UserInputError: the cache cannot be where it should.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
+    # A kernel's text holds the locations of its operations, and JAX's cache goes by the text. Python's stack of a trace
+    # depends on which program came first to a function that several share.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     if compilation_cache_dir:
         try:
             os.makedirs(compilation_cache_dir, exist_ok=True)

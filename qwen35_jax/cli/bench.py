@@ -318,7 +318,7 @@ class _Session:
             checks={"compiles_after_warmup": self._engine.compiles_after_warmup},
             device=self._engine.programs.device,
         )
-        failure = start_failure(kind, cache)
+        failure = start_failure(kind, self._engine.start_report, cache)
         self._give_out(record, [failure] if failure else [])
         return record
 
