@@ -30,7 +30,7 @@ from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.params import FlatParams, ParamPack
 from qwen35_jax.prefill_device import PrefillDevice
-from qwen35_jax.program_store import SUBDIRECTORY, ProgramStore
+from qwen35_jax.program_store import SUBDIRECTORY, ProgramStore, open_store
 from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.progress import ProgressFn, silent
 from qwen35_jax.startup import StartReport
@@ -122,6 +122,7 @@ def build_engine(
         MemoryPlanError: it does not fit.
     """
     say = getattr(progress, "message", log.info)
+    warn = _warner(progress)
     devices = runtime.devices()
     overlap_device = config.decode_overlap == "device"
     if overlap_device and len(devices) < 2:
@@ -146,7 +147,7 @@ def build_engine(
         f"max_num_batched_tokens {scheduler_config.max_num_batched_tokens}"
     )
     for warning in plan.warnings:
-        say(f"warning: {warning}")
+        warn(warning)
     say(ladder.describe())
     if choose is None:
         say("every shape is compiled in two sampler variants (greedy, full), before the first request")
@@ -154,7 +155,7 @@ def build_engine(
     store = None
     if config.compilation_cache_dir:
         place = os.path.join(config.compilation_cache_dir, SUBDIRECTORY)
-        store = ProgramStore(place, lambda message: say(f"warning: {message}"))
+        store = open_store(place, warn)
     compiles = CompileCounter()
     spec = StepSpec(pack, num_valid)
     started = time.perf_counter()
@@ -174,7 +175,8 @@ def build_engine(
     compile_s = _compile(programs, progress, "compiling", store)
     scratch = programs.scratch_bytes()
     say(f"compiled programs take at most {scratch / 2**20:,.1f} MiB of scratch, {plan.workspace / 2**20:,.1f} planned")
-    state = _warm_up(programs, progress, "compiling", store)
+    state, recompile_s = _warm_up(programs, progress, "compiling", store)
+    compile_s += recompile_s
     num_programs, num_loaded = programs.number, programs.num_loaded
     prefill_device = None
     if other is not None and staging is not None:
@@ -189,7 +191,8 @@ def build_engine(
         )
         stage = "compiling for the prefill device"
         compile_s += _compile(other_programs, progress, stage, store)
-        staging_state = _warm_up(other_programs, progress, stage, store)
+        staging_state, recompile_s = _warm_up(other_programs, progress, stage, store)
+        compile_s += recompile_s
         num_programs += other_programs.number
         num_loaded += other_programs.num_loaded
         prefill_device = PrefillDevice(other_programs, staging_state, widths, poison=config.debug_poison)
@@ -366,15 +369,27 @@ def _compile(programs: ProgramSet, progress: ProgressFn, stage: str, store: Prog
     return seconds
 
 
-def _warm_up(programs: ProgramSet, progress: ProgressFn, stage: str, store: ProgramStore | None) -> DeviceState:
-    """Allocate the pools and run every program once; kept programs that fail are compiled anew."""
+def _warner(progress: ProgressFn) -> Callable[[str], None]:
+    """Says what a user must know: to the progress display that can, or to the log as a warning."""
+    message = getattr(progress, "message", None)
+    return log.warning if message is None else lambda text: message(f"warning: {text}")
+
+
+def _warm_up(
+    programs: ProgramSet, progress: ProgressFn, stage: str, store: ProgramStore | None
+) -> tuple[DeviceState, float]:
+    """Allocate the pools and run every program once; kept programs that fail are compiled anew.
+
+    Returns:
+        The pools, and the seconds that compiling anew took.
+    """
     try:
-        return programs.warm_up(init_device_state(programs.shapes, programs.device))
+        return programs.warm_up(init_device_state(programs.shapes, programs.device)), 0.0
     except Exception as error:
         if store is None or not programs.num_loaded or "RESOURCE_EXHAUSTED" in str(error):
             raise
         failure = str(error)
     # Only here is nothing left that holds the first pools.
-    programs.discard_loaded(store, failure)
-    _compile(programs, progress, stage, store)
-    return programs.warm_up(init_device_state(programs.shapes, programs.device))
+    programs.discard_loaded(store, f"a program that was loaded failed at its first run: {failure}")
+    seconds = _compile(programs, progress, stage, store)
+    return programs.warm_up(init_device_state(programs.shapes, programs.device)), seconds

@@ -1,8 +1,9 @@
 """Compiled programs on disk: a later start with the same everything loads them instead of tracing and compiling.
 
 A file holds one executable of one device. Its name is a digest over all that decides what the executable is
-(:func:`circumstances` and what :class:`~qwen35_jax.programs.ProgramSet` says about the program), so a file is never out
-of date: what has changed has another name. A file that is not what it should be costs a compile, nothing else.
+(:mod:`qwen35_jax.program_key` and what :class:`~qwen35_jax.programs.ProgramSet` says about the program), so a file is
+never out of date: what has changed has another name. A file that is not what it should be costs a compile, nothing
+else.
 
 Loading an executable runs code from it: the directory must be as trusted as the program itself.
 """
@@ -10,63 +11,54 @@ Loading an executable runs code from it: the directory must be as trusted as the
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-import json
 import logging
 import os
 import pathlib
-import platform
-import re
 import secrets
-import struct
-import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 
-import pallas_kernels
-import schedulers
+from qwen35_jax import code_state
+from qwen35_jax.program_file import NotAProgram, unwrap, wrap
+from qwen35_jax.program_key import foreign_kernels
 
 log = logging.getLogger(__name__)
 
 SUBDIRECTORY = "programs"
 """Where the files are, inside ``compilation_cache_dir``."""
 
-_MAGIC = b"qwen35pr"
-_VERSION = 1
-_HEADER = struct.Struct("<8sI32sIQ")  # magic, version, key, bytes of the facts, bytes of the executable
-_DIGEST_BYTES = 32  # behind the header: sha256 of the header and what follows, the facts (JSON) and the executable
-
-_PACKAGES = tuple(pathlib.Path(file or "").parent for file in (__file__, pallas_kernels.__file__, schedulers.__file__))
-_DISTRIBUTIONS = re.compile(r"(jax|flax|numpy|ml_dtypes|nvidia|triton).*\.dist-info", re.IGNORECASE)
-# Settings that decide what is said, where caches are and which devices a process may have, never what a program is.
-_NO_PART = re.compile(
-    r"jax_(compilation_cache|persistent_cache|raise_persistent|enable_compilation_cache|explain_cache|log|dump|platforms?"
-    r"|platform_name|\w+_visible_devices|traceback_filtering|debug_log|tracer_error|pprint|mtls|num_cpu_devices)"
-)
-_FLAGS = re.compile(r"XLA_(?!(PYTHON_)?CLIENT_)|MOSAIC_|TRITON_|NVIDIA_TF32|CUBLAS_|CUDNN_|TF_(?!CPP_)")
-
-
-class NotAProgram(Exception):
-    """A file that is not the program that it is named for; the message says why."""
+_STALE_S = 3600  # a temporary file of this age is what a killed process has left
 
 
 @dataclasses.dataclass(frozen=True)
-class Trees:
-    """Structures of a program's arguments, keywords included, and of its results.
+class Signature:
+    """What a program takes and gives, said by the running code and never by a file.
 
-    They come from the running code: pickled, they would name our classes by import path.
+    Attributes:
+        arguments: structure of the arguments, keywords included. Pickled, it would name our classes by import path.
+        result: structure of the results.
+        takes: shape, dtype and whether it is consumed, for every argument.
+        gives: shape and dtype of every result.
     """
 
     arguments: jax.tree_util.PyTreeDef
     result: jax.tree_util.PyTreeDef
+    takes: tuple[tuple[tuple[int, ...], str, bool], ...]
+    gives: tuple[tuple[tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> Signature:
+        """The signature of an executable."""
+        infos, arguments = jax.tree.flatten(compiled.args_info)
+        results, result = jax.tree.flatten(compiled.out_info)
+        takes = tuple((tuple(x.shape), np.dtype(x.dtype).name, x.donated) for x in infos)
+        return cls(arguments, result, takes, tuple((tuple(x.shape), np.dtype(x.dtype).name) for x in results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,195 +87,182 @@ class ProgramStore:
     Args:
         directory: where the files are; made when the first is written.
         warn: told in one line what went wrong.
+        unchanged: whether the code that this process has imported is still what is on disk.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], warn: Callable[[str], None] = log.warning):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        warn: Callable[[str], None] = log.warning,
+        unchanged: Callable[[], bool] = code_state.unchanged,
+    ):
         self.directory = pathlib.Path(directory)
-        self._warn = warn
+        self._warn, self._unchanged = warn, unchanged
         self._lock = threading.Lock()
-        self._writes, self._said_unserializable = True, False
+        self._bad: set[str] = set()  # keys that are not loaded again, for a file need not be ours to remove
+        self._said: set[str] = set()
+        self._writes, self._swept = True, False
 
-    def load(self, key: str, trees: Trees, device: jax.Device) -> Program | None:
-        """The program of a key (:func:`digest`) on a device, or None where there is none."""
+    def load(self, key: str, signature: Signature, device: jax.Device) -> Program | None:
+        """The program of a key (:func:`~qwen35_jax.program_key.digest`) on a device, or None where there is none."""
         path = self._path(key)
+        if key in self._bad:
+            return None
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            self._warn(f"the compiled program {path} cannot be read ({error.strerror}); it is compiled anew")
+        except (OSError, MemoryError) as error:
+            self._warn(f"the compiled program {path} cannot be read ({_line(error)}); it is compiled anew")
             return None
         try:
             facts, payload = unwrap(key, data)
             compiled = serialize_executable.deserialize_and_load(
-                payload, trees.arguments, trees.result, backend=device.client, execution_devices=[device]
+                payload, signature.arguments, signature.result, backend=device.client, execution_devices=[device]
             )
-            return Program(compiled, int(facts["scratch"]), tuple(facts["kernels"]))
-        except Exception as error:  # of the many kinds of a payload that is no executable here
-            self.discard(key, str(error) or type(error).__name__)
-            return None
+            _verify(compiled, facts, signature, device)
+            return Program(compiled, facts["scratch"], tuple(facts["kernels"]))
+        except NotAProgram as error:
+            self.discard([key], str(error))
+        except Exception as error:  # no memory, or whatever a backend has against a file that is whole
+            self._bad.add(key)
+            self._warn(f"the compiled program {path} cannot be loaded ({_line(error)}); it is compiled anew")
+        return None
 
-    def save(self, key: str, trees: Trees, program: Program) -> None:
+    def save(self, key: str, signature: Signature, program: Program) -> None:
         """Write a program that has not run yet (one that has may not be serializable any more)."""
         if not self._writes:
             return
-        try:
-            payload, *found = serialize_executable.serialize(program.compiled)
-            if found != [trees.arguments, trees.result]:
-                raise ValueError("arguments or results have another structure than they should")
-        except Exception as error:  # every backend has its own kinds
-            with self._lock:
-                said, self._said_unserializable = self._said_unserializable, True
-            if not said:
-                self._warn(f"compiled programs are not kept, here at least one cannot be: {_line(error)}")
+        if not self._unchanged():
+            self._writes = False
+            self._warn_once("compiled programs are not kept: code or libraries have changed since this process started")
             return
-        path, temporary = self._path(key), None
+        try:
+            if Signature.of(program.compiled) != signature:
+                raise ValueError("it takes or gives something else than it should")
+            payload, *_ = serialize_executable.serialize(program.compiled)
+        except Exception as error:  # every backend has its own kinds
+            self._warn_once(f"not every compiled program is kept, at least one cannot be: {_line(error)}", "serialize")
+            return
+        temporary = self._path(key).with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
-            temporary.write_bytes(wrap(key, {"scratch": program.scratch, "kernels": program.kernels}, payload))
-            os.replace(temporary, path)
-        except OSError as error:
-            if temporary is not None:
-                _remove(temporary)
-            with self._lock:
-                said, self._writes = not self._writes, False
-            if not said:
-                self._warn(f"compiled programs are not kept: {self.directory} cannot be written ({error.strerror})")
+            self._sweep()
+            with open(temporary, "xb") as file:
+                file.writelines(wrap(key, _facts(program), payload))
+            os.replace(temporary, self._path(key))
+            self._bad.discard(key)
+        except (OSError, MemoryError) as error:
+            _remove(temporary)
+            self._writes = False
+            self._warn_once(f"compiled programs are not kept: {self.directory} cannot be written ({_line(error)})")
 
-    def discard(self, key: str, reason: str) -> None:
-        """Remove a program that is of no use, and say so."""
-        path = self._path(key)
-        _remove(path)
-        self._warn(f"the compiled program {path} is of no use ({_line(reason)}); it is removed and compiled anew")
+    def discard(self, keys: Sequence[str], reason: str) -> None:
+        """Remove programs that are of no use, say so in one line, and never load them again."""
+        self._bad.update(keys)
+        paths = [self._path(key) for key in keys]
+        left = {path: failure for path in paths if (failure := _remove(path)) is not None}
+        fate = "removed"
+        if left:
+            path, failure = next(iter(left.items()))
+            fate = f"{len(left)} of them cannot be removed, {path.name} for one: {_line(failure)}"
+        named = f"the compiled program {paths[0]}" if len(paths) == 1 else f"{len(paths)} programs of {self.directory}"
+        self._warn(f"no use of {named} ({_line(reason)}); {fate}; compiled anew")
 
     def _path(self, key: str) -> pathlib.Path:
         return self.directory / f"{key}.program"
 
+    def _warn_once(self, message: str, kind: str | None = None) -> None:
+        with self._lock:
+            said = (kind or message) in self._said
+            self._said.add(kind or message)
+        if not said:
+            self._warn(message)
 
-def wrap(key: str, facts: Mapping[str, Any], payload: bytes) -> bytes:
-    """What a file holds."""
-    said = json.dumps(facts).encode()
-    header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(key), len(said), len(payload))
-    return b"".join((header, hashlib.sha256(header + said + payload).digest(), said, payload))
-
-
-def unwrap(key: str, data: bytes) -> tuple[dict[str, Any], bytes]:
-    """The facts and the executable of a file.
-
-    Raises:
-        NotAProgram: the file is not whole, of another format, or of another program.
-    """
-    start = _HEADER.size + _DIGEST_BYTES
-    if len(data) < start:
-        raise NotAProgram("it is too short")
-    magic, version, own_key, facts, payload = _HEADER.unpack_from(data)
-    if magic != _MAGIC:
-        raise NotAProgram("it is no compiled program")
-    if version != _VERSION:
-        raise NotAProgram(f"its format is {version}, not {_VERSION}")
-    if own_key.hex() != key:
-        raise NotAProgram("it is another program")
-    if len(data) != start + facts + payload:
-        raise NotAProgram(f"it has {len(data)} bytes, not {start + facts + payload}")
-    if hashlib.sha256(data[: _HEADER.size] + data[start:]).digest() != data[_HEADER.size : start]:
-        raise NotAProgram("it is damaged")
-    return json.loads(data[start : start + facts]), data[start + facts :]
+    def _sweep(self) -> None:
+        """Remove what killed processes have left."""
+        with self._lock:
+            swept, self._swept = self._swept, True
+        for path in () if swept else self.directory.glob("*.tmp"):
+            try:
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    path.unlink()
+            except OSError:
+                continue  # gone by itself, or not ours
 
 
-def digest(ingredients: Mapping[str, Any]) -> str:
-    """The key of a program: sha256 of what decides it, in hexadecimal; plain values, nested as one likes."""
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
+def open_store(directory: str | os.PathLike[str], warn: Callable[[str], None] = log.warning) -> ProgramStore | None:
+    """The store of a directory, or None (and a warning) where no key would tell what code a program is made of."""
+    foreign = foreign_kernels()
+    if code_state.AT_IMPORT.sources is None:
+        reason = "no source files of the packages are found"
+    elif code_state.IMPORTED_BEFORE:
+        reason = f"{', '.join(code_state.IMPORTED_BEFORE)} imported before qwen35_jax could look at the files"
+    elif foreign:
+        reason = f"kernels from outside of the packages are registered: {', '.join(foreign)}"
+    elif not code_state.unchanged():
+        reason = "code or libraries have changed since this process started"
+    else:
+        return ProgramStore(directory, warn)
+    warn(f"compiled programs are neither kept nor loaded: {reason}")
+    return None
 
 
-def circumstances(device: jax.Device) -> dict[str, Any]:
-    """What decides every program of a device: the code, the versions, the device and the compiler's settings."""
-    client = device.client
-    # An executable holds the number of its device. The count is here because topology is part of what XLA compiles for.
-    numbers = [device.id, client.device_count(), getattr(device, "core_count", None)]
+def stored_programs(directory: str | os.PathLike[str]) -> int:
+    """How many programs the store of a directory has, of whatever code and model."""
+    return sum(1 for _ in pathlib.Path(directory).glob("*.program"))
+
+
+def _facts(program: Program) -> dict[str, Any]:
+    (device,) = program.compiled.runtime_executable().local_devices()
     return {
-        "sources": _sources(),
-        "versions": _versions(),
-        "device": [device.platform, device.device_kind, getattr(device, "compute_capability", None), *numbers],
-        "platform_version": client.platform_version,
-        "host": _host_processor() if device.platform == "cpu" else platform.machine(),
-        "settings": {
-            name: str(getattr(jax.config, name, value))  # the attribute knows what a context has set
-            for name, value in jax.config.values.items()
-            if not _NO_PART.match(name)
-        },
-        "flags": {name: value for name, value in os.environ.items() if _FLAGS.match(name)},
+        "scratch": program.scratch,
+        "kernels": program.kernels,
+        "aliased": _aliased(program.compiled),
+        "device": [device.platform, device.device_kind, device.id],
     }
 
 
-@functools.cache
-def _sources() -> str:
-    return source_digest(*_PACKAGES)
+def _verify(
+    compiled: jax.stages.Compiled, facts: Mapping[str, Any], signature: Signature, device: jax.Device
+) -> None:
+    """Hold a loaded program to what the running code expects of it.
+
+    Raises:
+        NotAProgram: it takes, consumes or gives something else.
+        ValueError: this backend has made something else of it than what was saved.
+    """
+    if facts["device"] != [device.platform, device.device_kind, device.id]:
+        raise NotAProgram(f"it is of the device {facts['device']}")
+    if Signature.of(compiled) != signature:
+        raise NotAProgram("it takes, consumes or gives something else than it should")
+    devices = compiled.runtime_executable().local_devices()
+    if devices != [device]:
+        raise ValueError(f"it would run on {devices}, not on {device}")
+    saved, found = facts["aliased"], _aliased(compiled)
+    if None not in (saved, found) and saved != found:
+        raise ValueError(f"it would reuse {found} bytes of its arguments, not {saved}: pools would be copied")
 
 
-def source_digest(*folders: pathlib.Path) -> str:
-    """Digest of the code and the data files (kernel settings) of packages."""
-    total = hashlib.sha256()
-    for folder in folders:
-        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
-            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
-            total.update(json.dumps([name, hashlib.sha256(path.read_bytes()).hexdigest()]).encode())
-    return total.hexdigest()
-
-
-@functools.cache
-def _versions() -> list[str]:
-    """Versions of what compiles; libraries that XLA loads by themselves are found as installed distributions."""
-    found = [f"{module.__name__} {module.__version__}" for module in (jax, jaxlib, flax, np)] + [sys.version]
-    for folder in map(pathlib.Path, sys.path):
-        if folder.is_dir():
-            found += [path.name for path in folder.iterdir() if _DISTRIBUTIONS.fullmatch(path.name)]
-    return sorted(set(found))
-
-
-@functools.cache
-def _host_processor() -> list[str]:
-    """A CPU's programs are made of the instructions that this one has."""
-    found = {platform.machine(), platform.processor()}
+def _aliased(compiled: jax.stages.Compiled) -> int | None:
+    """Bytes of consumed arguments in which results are written; None where the backend does not say."""
     try:
-        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""  # not Linux: what Python knows has to do
-    found.update(re.findall(r"(?m)^(?:model name|flags|Features|CPU part)\s*:.*$", text))
-    return sorted(found)
+        return int(compiled.memory_analysis().alias_size_in_bytes)
+    except Exception:  # backends that do not know say so in many ways
+        return None
 
 
-class CacheHits:
-    """Tells whether a thread's last compile came from JAX's own cache, through ``jax.monitoring`` events."""
-
-    _HIT = "/jax/compilation_cache/cache_hits"
-
-    def __init__(self):
-        self._threads: set[int] = set()
-        jax.monitoring.register_event_listener(self._listen)
-
-    def _listen(self, event: str, **_: Any) -> None:
-        if event == self._HIT:
-            self._threads.add(threading.get_ident())
-
-    def take(self) -> bool:
-        """Whether this thread had a hit since it last asked."""
-        thread = threading.get_ident()
-        had = thread in self._threads
-        self._threads.discard(thread)
-        return had
-
-    def close(self) -> None:
-        """Stop listening."""
-        jax.monitoring.unregister_event_listener(self._listen)
-
-
-def _remove(path: str | os.PathLike[str]) -> None:
+def _remove(path: str | os.PathLike[str]) -> OSError | None:
+    """Unlink a file; gives the reason if it is still there."""
     try:
         os.unlink(path)
-    except OSError:
-        pass  # gone already, or not ours to remove
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
 
 
-def _line(message: object) -> str:
-    return " ".join(str(message).split())[:300]
+def _line(error: object) -> str:
+    said = error.strerror if isinstance(error, OSError) else error
+    return " ".join(str(said or "").split())[:300] or type(error).__name__

@@ -7,6 +7,7 @@ kept, so that no shape, option or dtype can cause a compile later; :class:`Compi
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,10 +21,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import registry
-from qwen35_jax import sampling
+from qwen35_jax import runtime, sampling
 from qwen35_jax.cache import Cache
-from qwen35_jax.program_store import CacheHits, Program, ProgramStore, Trees, circumstances, digest
-from qwen35_jax.steps import DeviceState, ProgramKey, StepSpec, layout_of, make_step
+from qwen35_jax.program_key import circumstances, digest
+from qwen35_jax.program_store import Program, ProgramStore, Signature
+from qwen35_jax.steps import DeviceState, ProgramKey, StepSpec, layout_of, make_step, result_shape
 from qwen35_jax.transfer import make_extract, make_fill, make_merge, transfer_bytes
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Job:
         function: what it computes.
         arguments: its arguments, as shapes.
         donated: which of them it consumes.
-        result: something of the structure of its result.
+        result: its result, as shapes.
     """
 
     name: str
@@ -73,9 +75,16 @@ class Job:
         return jax.jit(self.function, donate_argnums=self.donated).trace(*self.arguments)
 
     @property
-    def trees(self) -> Trees:
-        """Structures of arguments and result."""
-        return Trees(jax.tree.structure((self.arguments, {})), jax.tree.structure(self.result))
+    def signature(self) -> Signature:
+        """What the executable takes, consumes and gives."""
+        donated = [i in self.donated for i, part in enumerate(self.arguments) for _ in jax.tree.leaves(part)]
+        takes = [_typed(x) for x in jax.tree.leaves(self.arguments)]
+        return Signature(
+            jax.tree.structure((self.arguments, {})),
+            jax.tree.structure(self.result),
+            tuple((*typed, consumed) for typed, consumed in zip(takes, donated, strict=True)),
+            tuple(_typed(x) for x in jax.tree.leaves(self.result)),
+        )
 
 
 class ProgramSet:
@@ -121,7 +130,6 @@ class ProgramSet:
         """
         params = tuple(self._struct(x.shape, x.dtype) for x in self.params)
         state = jax.tree.map(lambda x: self._struct(x.shape, x.dtype), self.shapes)
-        results = self._struct((), jnp.int32)  # one array; only the structure of a result is of interest
 
         def places(width: int) -> jax.ShapeDtypeStruct:
             return self._struct((1 + width,), jnp.int32)
@@ -129,11 +137,12 @@ class ProgramSet:
         jobs: dict[Any, Job] = {}
         for key in sorted(self.keys, key=_compile_time, reverse=True):
             packed = tuple(self._struct((words,), jnp.int32) for words in self._layouts[key.kind, key.bucket].pieces)
-            step = make_step(self._spec, key)
+            step, results = make_step(self._spec, key), self._struct(result_shape(key), jnp.int32)
             jobs[key] = Job(str(key), step, (params, state, packed), (1,), (state, results))
         for width in self._extract_widths:
             extract = make_extract(self.shapes, width)
-            jobs["extract", width] = Job(f"extract W={width}", extract, (state, places(width)), (), results)
+            data = self._struct((transfer_bytes(self.shapes, width),), jnp.uint8)
+            jobs["extract", width] = Job(f"extract W={width}", extract, (state, places(width)), (), data)
         for width in self._merge_widths:
             data = self._struct((transfer_bytes(self.shapes, width),), jnp.uint8)
             merge = make_merge(self.shapes, width)
@@ -145,16 +154,16 @@ class ProgramSet:
     def ingredients(self, key: Any, job: Job) -> dict[str, Any]:
         """What decides a program's executable, as plain values: what its key in a :class:`ProgramStore` is made of."""
         pack = self._spec.pack
-        leaves = [[leaf.name, leaf.paths, leaf.stacked, *_shape(leaf.spec)] for leaf in pack.leaves]
+        leaves = [[leaf.name, leaf.paths, leaf.stacked, *_typed(leaf.spec)] for leaf in pack.leaves]
         return self._circumstances | {
             "program": [repr(key), job.name, job.donated],
-            "arguments": [_shape(x) for x in jax.tree.leaves(job.arguments)],
+            "arguments": [_typed(x) for x in jax.tree.leaves(job.arguments)],
             "options": compiler_options(key, self.device.platform),
             "model": dataclasses.asdict(pack.config),
             "parameters": [str(pack.dtype), leaves],
             "kernels": pack.kernels,
             "num_valid": self._spec.num_valid,
-            "state": [_shape(x) for x in jax.tree.leaves(self.shapes)],
+            "state": [_typed(x) for x in jax.tree.leaves(self.shapes)],
         }
 
     @functools.cached_property
@@ -176,7 +185,8 @@ class ProgramSet:
 
         One thread traces and lowers in a fixed order, which the interpreter's lock would make one at a time anyway;
         others compile what it has lowered. Threads that race would make texts of programs that no later process has,
-        and JAX's own cache goes by the text.
+        and JAX's own cache goes by the text. With a store that cache is out of use meanwhile: what it supplies cannot
+        be serialized on every backend, so that a file that is missing would never come back.
 
         Args:
             progress: called as ``progress(done, total, note)`` after each program that is compiled.
@@ -190,7 +200,8 @@ class ProgramSet:
             if progress is not None:
                 progress(len(self._programs), total, note)
 
-        with concurrent.futures.ThreadPoolExecutor(max_workers=threads) as pool:
+        own_cache = contextlib.nullcontext() if store is None else runtime.without_compilation_cache()
+        with own_cache, concurrent.futures.ThreadPoolExecutor(max_workers=threads) as pool:
             pending: set[concurrent.futures.Future] = set()
 
             def collect(timeout: float | None) -> None:
@@ -201,34 +212,40 @@ class ProgramSet:
                     self._programs[key] = program
                     report(f"bucket {jobs[key].name} took {seconds:.1f} s")
 
-            hits = CacheHits()
             try:
                 names: dict[Any, str] = {}
                 if store is not None:
                     names = {key: digest(self.ingredients(key, job)) for key, job in jobs.items()}
-                    loads = {k: pool.submit(store.load, names[k], job.trees, self.device) for k, job in jobs.items()}
-                    found = {key: load.result() for key, load in loads.items()}
-                    self._programs |= {key: program for key, program in found.items() if program is not None}
-                    self._loaded |= {key: names[key] for key in found if found[key] is not None}
+                    self._load(jobs, names, store, pool)
                     if self._loaded:
                         report(f"{len(self._loaded)} are kept from an earlier start")
-                    for line in sorted({line for key in self._loaded for line in self._programs[key].kernels}):
-                        log.info("%s, in programs kept from an earlier start", line)
                 for key, job in jobs.items():
                     if key in self._programs:
                         continue
                     started = time.perf_counter()
                     lowered = job.trace().lower()
                     spent = time.perf_counter() - started
-                    pending.add(pool.submit(self._build, key, job, lowered, spent, hits, store, names.get(key)))
+                    pending.add(pool.submit(self._build, key, job, lowered, spent, store, names.get(key)))
                     collect(0)
                 while pending:
                     collect(None)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-            finally:
-                hits.close()
+
+    def _load(
+        self,
+        jobs: Mapping[Any, Job],
+        names: Mapping[Any, str],
+        store: ProgramStore,
+        pool: concurrent.futures.Executor,
+    ) -> None:
+        loads = {key: pool.submit(store.load, names[key], job.signature, self.device) for key, job in jobs.items()}
+        found = {key: load.result() for key, load in loads.items()}
+        self._programs |= {key: program for key, program in found.items() if program is not None}
+        self._loaded |= {key: names[key] for key in found if found[key] is not None}
+        for line in sorted({line for key in self._loaded for line in self._programs[key].kernels}):
+            log.info("%s, in programs kept from an earlier start", line)
 
     def _build(
         self,
@@ -236,18 +253,14 @@ class ProgramSet:
         job: Job,
         lowered: jax.stages.Lowered,
         spent: float,
-        hits: CacheHits,
         store: ProgramStore | None,
         name: str | None,
     ) -> tuple[Any, Program, float]:
         started = time.perf_counter()
-        hits.take()
         compiled = lowered.compile(compiler_options=compiler_options(key, self.device.platform))
         program = Program(compiled, compiled.memory_analysis().temp_size_in_bytes, self._kernels())
-        # What JAX has read from its own cache is not serialized once more: on a CPU it has no code to give, and
-        # elsewhere nobody has tried.
-        if store is not None and name is not None and not hits.take():
-            store.save(name, job.trees, program)
+        if store is not None and name is not None:
+            store.save(name, job.signature, program)
         return key, program, spent + time.perf_counter() - started
 
     def _kernels(self) -> tuple[str, ...]:
@@ -267,9 +280,9 @@ class ProgramSet:
 
     def discard_loaded(self, store: ProgramStore, reason: str) -> None:
         """Forget every program that came from the store, there as well; :meth:`compile` makes them anew."""
-        for key, name in self._loaded.items():
+        for key in self._loaded:
             del self._programs[key]
-            store.discard(name, reason)
+        store.discard(list(self._loaded.values()), reason)
         self._loaded.clear()
 
     def warm_up(self, state: DeviceState) -> DeviceState:
@@ -344,8 +357,8 @@ def _compile_time(key: ProgramKey) -> tuple[Any, ...]:
     return (bucket.tokens, bucket.rows, key.steps, bucket.requests, bucket.width, key.variant == "full", key.kind)
 
 
-def _shape(x: Any) -> list[Any]:
-    return [list(x.shape), str(x.dtype)]
+def _typed(x: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(x.shape), np.dtype(x.dtype).name
 
 
 def compiler_options(key: Any, platform: str) -> dict[str, Any]:

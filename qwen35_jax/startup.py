@@ -15,7 +15,8 @@ class StartReport:
         plan: the memory plan of the main device.
         scratch: bytes of scratch of the main device's largest program, for which the plan has its workspace.
         load_s: reading weights (or drawing random ones) and putting them on the device.
-        compile_s: loading every program, or tracing, lowering and compiling it; of both devices in ``device`` overlap.
+        compile_s: loading every program, or tracing, lowering and compiling it; of both devices in ``device`` overlap,
+            and including those that were loaded, failed at their first run and were compiled then.
         warm_up_s: allocating the pools and running every program once.
         num_programs: executables in all.
         num_loaded: those of them that an earlier start has kept (see :mod:`qwen35_jax.program_store`).

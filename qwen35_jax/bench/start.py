@@ -10,6 +10,8 @@ import jax
 
 from qwen35_jax.bench.loops import Load, LoadRun
 from qwen35_jax.bench.workload import WorkItem, Workload
+from qwen35_jax.errors import UserInputError
+from qwen35_jax.program_store import SUBDIRECTORY, stored_programs
 
 if TYPE_CHECKING:
     from qwen35_jax.engine import Engine
@@ -63,11 +65,25 @@ def first_token_s(engine: Engine, item: WorkItem) -> float:
     return LoadRun(engine, first, Load("throughput"), prefix="first-").run().duration
 
 
+def check_start(kind: StartKind, compilation_cache_dir: str | None) -> None:
+    """Refuse, before an engine is made, a start that cannot be of the kind that is asked for.
+
+    Raises:
+        UserInputError: a warm start without a directory of programs, or a cold one with programs in it.
+    """
+    if kind == "warm" and not compilation_cache_dir:
+        raise UserInputError("--start_cell=warm needs --compilation_cache_dir, where an earlier start has kept programs")
+    if kind == "cold" and compilation_cache_dir:
+        directory = os.path.join(compilation_cache_dir, SUBDIRECTORY)
+        if number := stored_programs(directory):
+            raise UserInputError(f"--start_cell=cold needs an empty store of programs; {directory} has {number}")
+
+
 def start_failure(kind: StartKind, report: StartReport | None, cache: CacheCounter) -> str | None:
     """Why a start was not of the kind that its record claims, or None.
 
     A warm start loads every program of the engine from the store of compiled programs. A cold one loads none, and
-    finds hardly any in JAX's own cache (the same small program may be asked for twice in one start).
+    finds hardly any of the small ones in JAX's own cache (the same may be asked for twice in one start).
     """
     if report is None:
         return f"not known to be a {kind} start: the engine has no report of its start"
