@@ -223,9 +223,7 @@ def _facts(program: Program) -> dict[str, Any]:
     }
 
 
-def _verify(
-    compiled: jax.stages.Compiled, facts: Mapping[str, Any], signature: Signature, device: jax.Device
-) -> None:
+def _verify(compiled: jax.stages.Compiled, facts: Mapping[str, Any], signature: Signature, device: jax.Device) -> None:
     """Hold a loaded program to what the running code expects of it.
 
     Raises:

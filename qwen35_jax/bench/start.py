@@ -72,7 +72,7 @@ def check_start(kind: StartKind, compilation_cache_dir: str | None) -> None:
         UserInputError: a warm start without a directory of programs, or a cold one with programs in it.
     """
     if kind == "warm" and not compilation_cache_dir:
-        raise UserInputError("--start_cell=warm needs --compilation_cache_dir, where an earlier start has kept programs")
+        raise UserInputError("--start_cell=warm needs --compilation_cache_dir, where an earlier start kept programs")
     if kind == "cold" and compilation_cache_dir:
         directory = os.path.join(compilation_cache_dir, SUBDIRECTORY)
         if number := stored_programs(directory):

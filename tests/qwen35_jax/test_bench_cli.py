@@ -94,9 +94,21 @@ def test_a_cell_whose_checks_fail_is_printed_and_not_written(run, tmp_path, monk
     assert not path.exists()
 
 
-def test_a_start_that_is_not_what_it_claims_fails(run):
-    assert run(*QUICK, "--cells=throughput:9x1:1", "--start_cell=warm") == 1  # the kit's programs come from no cache
+def test_a_start_that_is_not_what_it_claims_fails(run, tmp_path):
+    words = ("--cells=throughput:9x1:1", "--start_cell=warm", f"--compilation_cache_dir={tmp_path}")
+    assert run(*QUICK, *words) == 1  # the kit's programs come from no cache
     assert "start/tiny-4b@fp32: FAILED: not a warm start: 5 of 5 programs were compiled" in run.err
+
+
+def test_a_cold_start_needs_an_empty_store_and_a_warm_one_a_directory(run, tmp_path):
+    words = (*QUICK, "--cells=throughput:9x1:1", f"--compilation_cache_dir={tmp_path}")
+    (tmp_path / "programs").mkdir()
+    assert run(*words, "--start_cell=cold") == 0
+    (tmp_path / "programs" / "ab.program").touch()
+    assert run(*words, "--start_cell=cold") == 2 and run.config is None
+    assert f"--start_cell=cold needs an empty store of programs; {tmp_path / 'programs'} has 1" in run.err
+    assert run(*words[:-1], "--start_cell=warm") == 2 and run.config is None
+    assert "--start_cell=warm needs --compilation_cache_dir" in run.err
 
 
 def test_an_engine_that_breaks_is_one_line_and_exit_code_1(run, monkeypatch):

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: what decides a key, files that are not what they should be, and starts that load."""
+"""Compiled programs on disk: files that are not what they should be, and starts that load."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import pathlib
 import secrets
 import subprocess
 import sys
-import types
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
-from qwen35_jax import loading, program_store, programs
+from qwen35_jax import code_state, loading, program_store
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.params import ParamPack
-from qwen35_jax.program_store import CacheHits, Program, ProgramStore, Trees, circumstances, digest, unwrap, wrap
+from qwen35_jax.program_file import unwrap, wrap
+from qwen35_jax.program_store import Program, ProgramStore, Signature
 from qwen35_jax.programs import ProgramSet
-from qwen35_jax.steps import ProgramKey, StepSpec, device_state_shapes
-from schedulers import Bucket
+from qwen35_jax.steps import StepSpec, device_state_shapes
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
@@ -33,7 +34,7 @@ KEY, OTHER_KEY = "ab" * 32, "cd" * 32
 ENGINE = """
 import dataclasses, json, logging, sys, jax
 from unittest import mock
-from qwen35_jax import loading, runtime
+from qwen35_jax import loading, programs, runtime
 from qwen35_jax.engine import Engine
 from qwen35_jax.sampling_params import SamplingParams
 from schedulers import BucketLadder
@@ -45,6 +46,15 @@ class Lines(logging.Handler):
         logged.append(record.getMessage())
 logging.getLogger().addHandler(Lines())
 logging.getLogger().setLevel("INFO")
+calls = {"traced": 0, "lowered": 0}
+def counted(owner, name, what):
+    function = getattr(owner, name)
+    def count(*arguments, **options):
+        calls[what] += 1
+        return function(*arguments, **options)
+    setattr(owner, name, count)
+counted(programs.Job, "trace", "traced")
+counted(jax.stages.Traced, "lower", "lowered")
 compiled = []
 def listen(event, seconds, **about):
     if event.startswith("/jax/core/compile"):
@@ -77,6 +87,7 @@ print(json.dumps({
     "loaded": report.num_loaded,
     "scratch": report.scratch,
     "after_warm_up": engine.compiles_after_warmup,
+    "calls": calls,
     "compiled": sorted(set(compiled) & {"step", "merge", "extract", "fill"}),
     "tokens": {name: result.tokens for name, result in results.items()},
     "in_place": before == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine._state.cache)],
@@ -101,7 +112,7 @@ warnings = []
 store = here.ProgramStore(sys.argv[1], warnings.append)
 program = here.small_program()
 for _ in range(30):
-    store.save(here.KEY, here.TREES, program)
+    store.save(here.KEY, here.SIGNATURE, program)
     assert here.load(store) is not None, warnings
 assert not warnings, warnings
 """
@@ -132,6 +143,8 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_tokens(tmp_path):
     assert len(files) == first["programs"] and {path.suffix for path in files} == {".program"}
     again = json.loads(ended(start(ENGINE, tmp_path, PYTHONHASHSEED="2")))
     assert first["compiled"] == ["extract", "fill", "merge", "step"] and first["loaded"] == 0
+    assert first["calls"] == {"traced": first["programs"], "lowered": first["programs"]}
+    assert again["calls"] == {"traced": 0, "lowered": 0}
     assert again["compiled"] == [] and again["loaded"] == again["programs"] == first["programs"]
     for found in (first, again):
         assert found["after_warm_up"] == 0 and found["in_place"] and found["consumed"] and found["texts"]
@@ -148,158 +161,10 @@ def test_processes_share_a_directory(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.program"]
 
 
-def make_set(**changes) -> ProgramSet:
-    """Programs of a tiny model that has only shapes, one thing of which is another."""
-    changed = {
-        "model": {},
-        "dtype": "float32",
-        "state_dtype": "float32",
-        "kernels": "auto",
-        "pages": 65,
-        "num_valid": 500,
-        "device": 0,
-    } | changes
-    config = ModelConfig.preset(
-        "tiny-4b", **{"vocab_size": 512, "layer_types": ("linear_attention", "full_attention")} | changed["model"]
-    )
-    dtype = jnp.dtype(changed["dtype"])
-    pack = ParamPack(config, dtype=dtype, kernels=changed["kernels"])
-    shapes = device_state_shapes(config, changed["pages"], 9, dtype, jnp.dtype(changed["state_dtype"]))
-    keys = (ProgramKey("decode", Bucket(0, 0, 8, 16), 1, "greedy"),)
-    device = jax.devices()[changed["device"]]
-    return ProgramSet(StepSpec(pack, changed["num_valid"]), device, pack.leaf_specs, shapes, keys)
-
-
-def step_key(found: ProgramSet) -> str:
-    (key, job), *_ = found.jobs().items()
-    return digest(found.ingredients(key, job))
-
-
-def test_a_key_is_the_same_for_the_same_program():
-    assert step_key(make_set()) == step_key(make_set())
-    usual = step_key(make_set())
-    with jax.log_compiles(True), mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION="0.5"):
-        assert step_key(make_set()) == usual  # neither is part of a program
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": {"rms_norm_eps": 1e-5}},
-        {"model": {"layer_types": ("full_attention", "linear_attention")}},
-        {"dtype": "bfloat16"},
-        {"state_dtype": "bfloat16"},
-        {"kernels": "reference"},
-        {"pages": 66},
-        {"num_valid": 501},
-        {"device": 1},
-    ],
-    ids=str,
+FOUR = ((4,), "float32")
+SIGNATURE = Signature(
+    jax.tree.structure(((0, 0), {})), jax.tree.structure({"sum": 0}), ((*FOUR, True), (*FOUR, False)), (FOUR,)
 )
-def test_what_an_engine_is_made_of_is_part_of_a_key(changes):
-    assert step_key(make_set(**changes)) != step_key(make_set())
-
-
-def test_the_program_is_part_of_a_key():
-    usual = ProgramKey("decode", Bucket(0, 0, 8, 16), 1, "greedy")
-    keys = [
-        usual,
-        dataclasses.replace(usual, variant="full"),
-        dataclasses.replace(usual, steps=8),
-        dataclasses.replace(usual, bucket=Bucket(0, 0, 4, 16)),
-        dataclasses.replace(usual, bucket=Bucket(0, 0, 8, 8)),
-        ProgramKey("prefill", Bucket(64, 8, 0, 16), 1, "greedy"),
-    ]
-    found = make_set()
-    pack = found._spec.pack
-    several = ProgramSet(
-        found._spec,
-        found.device,
-        pack.leaf_specs,
-        found.shapes,
-        tuple(keys),
-        extract_widths=(1, 2),
-        merge_widths=(1, 2),
-    )
-    digests = {digest(several.ingredients(key, job)) for key, job in several.jobs().items()}
-    assert len(digests) == len(keys) + 5
-    (key, job), *_ = found.jobs().items()
-    with mock.patch.object(programs, "compiler_options", return_value={"xla_option": True}):
-        assert digest(found.ingredients(key, job)) not in digests
-
-
-def test_the_circumstances_are_part_of_a_key():
-    def of(device=None, **patched):
-        if device is not None:
-            return digest(circumstances(device))
-        with mock.patch.multiple(program_store, **patched):
-            return digest(circumstances(jax.devices()[0]))
-
-    def device(kind="NVIDIA H200", platform="gpu", version="CUDA 12.9", capability="9.0", number=0, count=1):
-        client = types.SimpleNamespace(platform_version=version, device_count=lambda: count)
-        return types.SimpleNamespace(
-            id=number, platform=platform, device_kind=kind, compute_capability=capability, client=client
-        )
-
-    found = [
-        digest(circumstances(jax.devices()[0])),
-        of(_sources=lambda: "another"),
-        of(_versions=lambda: ["jax 0"]),
-        of(_host_processor=lambda: ["flags: none"]),
-        of(device()),
-        of(device(kind="NVIDIA H100")),
-        of(device(platform="cuda")),
-        of(device(version="CUDA 13.0")),
-        of(device(capability="9.1")),
-        of(device(number=1)),
-        of(device(count=2)),
-    ]
-    for name in ("XLA_FLAGS", "XLA_SOMETHING", "MOSAIC_GPU_X", "NVIDIA_TF32_OVERRIDE"):
-        with mock.patch.dict(os.environ, {name: "another"}):
-            found.append(digest(circumstances(jax.devices()[0])))
-    with jax.default_matmul_precision("highest"):
-        found.append(digest(circumstances(jax.devices()[0])))
-    with jax.enable_x64(True):
-        found.append(digest(circumstances(jax.devices()[0])))
-    with jax.numpy_dtype_promotion("strict"):
-        found.append(digest(circumstances(jax.devices()[0])))
-    assert len(set(found)) == len(found)
-
-
-def test_versions_and_processor_are_known():
-    versions = program_store._versions()
-    for name in ("jax", "jaxlib", "flax", "numpy"):
-        assert any(line.startswith(f"{name} ") for line in versions), name
-    assert any(line.startswith("jaxlib-") and line.endswith(".dist-info") for line in versions)
-    assert sys.version in versions
-    assert any(line for line in program_store._host_processor())
-
-
-def test_code_and_data_files_are_part_of_a_key(tmp_path):
-    package = tmp_path / "package"
-    (package / "op").mkdir(parents=True)
-    (package / "op" / "code.py").write_text("x = 1")
-    (package / "op" / "tuned.json").write_text("[]")
-    found = [program_store.source_digest(package)]
-    (package / "op" / "NOTES.md").write_text("words")
-    assert program_store.source_digest(package) == found[0]
-    for name, text in (("op/code.py", "x = 2"), ("op/tuned.json", "[1]"), ("new.py", ""), ("op/new.json", "")):
-        (package / name).write_text(text)
-        found.append(program_store.source_digest(package))
-    (package / "new.py").rename(package / "newer.py")
-    found.append(program_store.source_digest(package))
-    assert len(set(found)) == len(found)
-    every = [
-        path for folder in ("qwen35_jax", "pallas_kernels", "schedulers") for path in (ROOT / folder).rglob("*.py")
-    ]
-    read = []
-    original = pathlib.Path.read_bytes
-    with mock.patch.object(pathlib.Path, "read_bytes", lambda path: read.append(path) or original(path)):
-        program_store._sources.__wrapped__()
-    assert set(every) <= set(read)
-
-
-TREES = Trees(jax.tree.structure(((0, 0), {})), jax.tree.structure({"sum": 0}))
 
 
 def small_program() -> Program:
@@ -321,12 +186,12 @@ def store(tmp_path):
 
 
 def load(store, key=KEY):
-    return store.load(key, TREES, jax.devices()[1])
+    return store.load(key, SIGNATURE, jax.devices()[1])
 
 
 def test_a_program_comes_back(store):
     assert load(store) is None and store.warnings == []
-    store.save(KEY, TREES, small_program())
+    store.save(KEY, SIGNATURE, small_program())
     found = load(store)
     assert (found.scratch, found.kernels) == (12, ("op: auto -> reference",))
     x, y = (jax.device_put(np.full(4, value, np.float32), jax.devices()[1]) for value in (1, 2))
@@ -342,6 +207,11 @@ def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
+def altered(data: bytes, payload: bytes | None = None, **facts) -> bytes:
+    said, own = unwrap(KEY, data)
+    return b"".join(wrap(KEY, said | facts, own if payload is None else payload))
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -350,26 +220,151 @@ def flipped(data: bytes, place: int) -> bytes:
         (lambda data: data[:-1], "bytes, not"),
         (lambda data: data + b"x", "bytes, not"),
         (lambda data: b"\x7fELF" + data[4:], "it is no compiled program"),
-        (lambda data: data[:8] + b"\x09\0\0\0" + data[12:], "its format is 9, not 1"),
+        (lambda data: data[:8] + b"\x09\0\0\0" + data[12:], "its format is 9, not 2"),
         (lambda data: flipped(data, 20), "it is another program"),
         (lambda data: flipped(data, 60), "it is damaged"),  # the digest itself
         (lambda data: flipped(data, 95), "it is damaged"),  # the facts
         (lambda data: flipped(data, len(data) - 5), "it is damaged"),
-        (lambda data: wrap(OTHER_KEY, *unwrap(KEY, data)), "it is another program"),  # a file that was renamed
-        (lambda data: wrap(KEY, {"scratch": 1, "kernels": []}, b"no executable"), ""),
-        (lambda data: wrap(KEY, {}, unwrap(KEY, data)[1]), "scratch"),
+        (
+            lambda data: b"".join(wrap(OTHER_KEY, *unwrap(KEY, data))),
+            "it is another program",
+        ),  # renamed
+        (lambda data: b"".join(wrap(KEY, {}, unwrap(KEY, data)[1])), "it does not say its scratch"),
+        (lambda data: b"".join(wrap(KEY, [], unwrap(KEY, data)[1])), "it does not say its scratch"),
+        (lambda data: altered(data, device=["gpu", "NVIDIA H200", 1]), "it is of the device ['gpu', 'NVIDIA H200', 1]"),
     ],
 )
 def test_a_file_that_is_not_the_program_is_reported_and_removed(store, spoil, reason):
-    store.save(KEY, TREES, small_program())
+    store.save(KEY, SIGNATURE, small_program())
     path = store._path(KEY)
     path.write_bytes(spoil(path.read_bytes()))
     assert load(store) is None
     (warning,) = store.warnings
-    assert str(path) in warning and reason in warning and "\n" not in warning
-    assert not path.exists()
-    store.save(KEY, TREES, small_program())
+    assert str(path) in warning and reason in warning and "; removed; compiled anew" in warning
+    assert "\n" not in warning and not path.exists()
+    store.save(KEY, SIGNATURE, small_program())
     assert load(store) is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"takes": ((*FOUR, True), (*FOUR, True))}, "takes, consumes or gives"),
+        ({"takes": (((4,), "int32", True), (*FOUR, False))}, "takes, consumes or gives"),
+        ({"takes": (((5,), "float32", True), (*FOUR, False))}, "takes, consumes or gives"),
+        ({"gives": (((5,), "float32"),)}, "takes, consumes or gives"),
+        ({"gives": (((4,), "bfloat16"),)}, "takes, consumes or gives"),
+    ],
+)
+def test_a_program_of_another_signature_is_neither_loaded_nor_saved(store, wrong, reason):
+    expected = dataclasses.replace(SIGNATURE, **wrong)
+    store.save(KEY, SIGNATURE, small_program())
+    assert store.load(KEY, expected, jax.devices()[1]) is None
+    assert reason in store.warnings.pop() and not store._path(KEY).exists()
+    store.save(KEY, expected, small_program())
+    assert "takes or gives something else" in store.warnings.pop() and not store._path(KEY).exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda data: altered(data, aliased=17), "it would reuse 16 bytes of its arguments, not 17"),
+        (lambda data: altered(data, payload=b"no executable"), "invalid load key"),
+    ],
+)
+def test_a_whole_file_that_cannot_be_loaded_stays_and_is_not_tried_again(store, spoil, reason, monkeypatch):
+    store.save(KEY, SIGNATURE, small_program())
+    path = store._path(KEY)
+    path.write_bytes(spoil(path.read_bytes()))
+    assert load(store) is None
+    assert reason in store.warnings[0] and "cannot be loaded" in store.warnings[0] and path.exists()
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", lambda *_, **__: pytest.fail("loaded again"))
+    assert load(store) is None and len(store.warnings) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")])
+def test_no_memory_is_no_fault_of_a_file(store, error, monkeypatch):
+    store.save(KEY, SIGNATURE, small_program())
+
+    def deserialize(*_, **__):
+        raise error
+
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", deserialize)
+    assert load(store) is None and store._path(KEY).exists()
+    (warning,) = store.warnings
+    assert "cannot be loaded" in warning and ("RESOURCE_EXHAUSTED" in warning or "MemoryError" in warning)
+
+
+def test_an_unknown_reuse_of_arguments_is_not_held_against_a_program(store):
+    store.save(KEY, SIGNATURE, small_program())
+    path = store._path(KEY)
+    path.write_bytes(altered(path.read_bytes(), aliased=None))
+    assert load(store) is not None and store.warnings == []
+
+
+def test_a_file_of_another_device_does_not_become_this_ones(store):
+    """Its key has the number of its device; should that fail, the file says it as well."""
+    store.save(KEY, SIGNATURE, small_program())
+    assert store.load(KEY, SIGNATURE, jax.devices()[0]) is None
+    assert "it is of the device ['cpu', 'cpu', 1]" in store.warnings[0] or "cannot be loaded" in store.warnings[0]
+
+
+def test_what_cannot_be_removed_is_not_loaded_again(store, monkeypatch):
+    store.save(KEY, SIGNATURE, small_program())
+    store._path(KEY).write_bytes(b"")
+
+    def unlink(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    assert load(store) is None and load(store) is None
+    (warning,) = store.warnings
+    assert "1 of them cannot be removed" in warning and "Permission denied" in warning and "; removed" not in warning
+    store.save(OTHER_KEY, SIGNATURE, small_program())
+    store.discard([OTHER_KEY], "a kernel is missing")
+    assert store._path(OTHER_KEY).exists() and load(store, OTHER_KEY) is None
+    store.save(OTHER_KEY, SIGNATURE, small_program())  # replaced, it is another file
+    assert load(store, OTHER_KEY) is not None
+
+
+def test_nothing_is_written_once_code_has_changed(tmp_path):
+    warnings, answers = [], [True, False, True]
+    store = ProgramStore(tmp_path / "programs", warnings.append, lambda: answers.pop(0))
+    store.save(KEY, SIGNATURE, small_program())
+    store.save(OTHER_KEY, SIGNATURE, small_program())
+    store.save("ef" * 32, SIGNATURE, small_program())
+    assert [path.stem for path in store.directory.iterdir()] == [KEY]
+    (warning,) = warnings
+    assert "have changed since this process started" in warning
+    assert ProgramStore(tmp_path)._unchanged is code_state.unchanged
+
+
+def test_what_killed_processes_left_is_removed(store):
+    store.directory.mkdir()
+    old, new, other = (store.directory / name for name in ("a.1.tmp", "b.2.tmp", "notes.txt"))
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    store.save(KEY, SIGNATURE, small_program())
+    assert not old.exists() and new.exists() and other.exists()
+
+
+def test_no_memory_to_save_with_is_one_warning(store, monkeypatch):
+    def wrap(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(program_store, "wrap", wrap)
+    store.save(KEY, SIGNATURE, small_program())
+    (warning,) = store.warnings
+    assert "cannot be written (MemoryError)" in warning and list(store.directory.iterdir()) == []
+
+
+def test_stored_programs_are_counted(store):
+    assert program_store.stored_programs(store.directory) == 0
+    store.save(KEY, SIGNATURE, small_program())
+    (store.directory / "a.1.tmp").touch()
+    assert program_store.stored_programs(store.directory) == 1
 
 
 def test_a_file_that_cannot_be_read_is_left_alone(store):
@@ -380,14 +375,13 @@ def test_a_file_that_cannot_be_read_is_left_alone(store):
 
 
 def test_a_full_disk_is_one_warning_and_no_more_writes(store, monkeypatch):
-    def write(path, data):
-        path.touch()
+    def replace(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_bytes", write)
-    store.save(KEY, TREES, small_program())
+    monkeypatch.setattr(os, "replace", replace)
+    store.save(KEY, SIGNATURE, small_program())
     monkeypatch.undo()
-    store.save(OTHER_KEY, TREES, small_program())
+    store.save(OTHER_KEY, SIGNATURE, small_program())
     (warning,) = store.warnings
     assert str(store.directory) in warning and "No space left" in warning
     assert list(store.directory.iterdir()) == []
@@ -397,48 +391,91 @@ def test_a_directory_that_cannot_be_made_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
     warnings = []
     store = ProgramStore(tmp_path / "file" / "programs", warnings.append)
-    store.save(KEY, TREES, small_program())
-    store.save(KEY, TREES, small_program())
+    store.save(KEY, SIGNATURE, small_program())
+    store.save(KEY, SIGNATURE, small_program())
     assert len(warnings) == 1 and "cannot be written" in warnings[0]
 
 
 def test_a_backend_that_cannot_serialize_is_one_warning(store):
-    class Compiled:
-        _executable = None
+    def serialize(compiled):
+        raise ValueError("no serialization here")
 
-    for key in (KEY, OTHER_KEY):
-        store.save(key, TREES, Program(Compiled(), 0))
+    with mock.patch.object(serialize_executable, "serialize", serialize):
+        for key in (KEY, OTHER_KEY):
+            store.save(key, SIGNATURE, small_program())
     (warning,) = store.warnings
-    assert "are not kept" in warning and not store.directory.exists()
-    store.save(KEY, TREES, small_program())
+    assert "no serialization here" in warning and not store.directory.exists()
+    store.save(KEY, SIGNATURE, small_program())
     assert load(store) is not None
 
 
-def test_a_program_of_another_structure_is_not_kept(store):
-    store.save(KEY, dataclasses.replace(TREES, result=jax.tree.structure(0)), small_program())
-    assert load(store) is None and "structure" in store.warnings[0]
+def test_a_missing_file_comes_back_although_jax_has_the_program(tmp_path):
+    """What JAX reads from its own cache cannot be serialized on a CPU: its cache is out of use with a store."""
+    hits = []
+
+    def listen(event, **_):
+        hits.extend([event] if event == "/jax/compilation_cache/cache_hits" else [])
+
+    jax_cache, floor = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    own = str(tmp_path / "jax")
+    jax.monitoring.register_event_listener(listen)
+    try:
+        jax.config.update("jax_compilation_cache_dir", own)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()
+        found = [small_set(), small_set(), small_set()]
+        for programs in found[:2]:
+            programs.compile(threads=1)
+        assert len(hits) == 1, "JAX's cache does not have the program"
+        store = ProgramStore(tmp_path / "programs")
+        found[2].compile(threads=1, store=store)
+        assert len(hits) == 1 and jax.config.jax_compilation_cache_dir == own
+        jax.jit(lambda x: x + 1).lower(1.0).compile()
+        assert len(list((tmp_path / "jax").glob("*-cache"))) == 2, "JAX's cache is not in use again"
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+        jax.config.update("jax_compilation_cache_dir", jax_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", floor)
+        compilation_cache.reset_cache()
+    again = small_set()
+    again.compile(threads=1, store=store)
+    assert program_store.stored_programs(store.directory) == again.num_loaded == 1
 
 
-def test_what_jax_has_read_from_its_cache_is_not_kept_on_a_cpu(store):
-    """Serialized again it would have no code."""
-    found, saved = make_set(), []
-    (key, job), *_ = found.jobs().items()
+def small_set() -> ProgramSet:
+    """Only the program that fills memory, of a model that has only shapes."""
+    config = ModelConfig.preset("tiny-4b", vocab_size=512, layer_types=("linear_attention", "full_attention"))
+    pack = ParamPack(config, dtype=jnp.dtype("float32"))
+    shapes = device_state_shapes(config, 5, 3, jnp.dtype("float32"), jnp.dtype("float32"))
+    return ProgramSet(StepSpec(pack, 500), jax.devices()[0], pack.leaf_specs, shapes, ())
 
-    def build(hit):
-        def compile(compiler_options):
-            if hit:
-                jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
-            return small_program().compiled
 
-        found._build(key, job, types.SimpleNamespace(compile=compile), 0.0, hits, store, "name")
-        return len(saved)
+@pytest.mark.parametrize("runs", [True, False])
+def test_compiling_anew_at_warm_up_counts_as_compiling(store, monkeypatch, runs):
+    class Programs:
+        shapes = device = None
+        num_loaded = 2
 
-    hits = CacheHits()
-    with mock.patch.object(ProgramStore, "save", lambda *arguments: saved.append(arguments)):
-        assert [build(False), build(True), build(False)] == [1, 1, 2]
-    hits.close()
-    jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
-    assert not hits.take()
+        def warm_up(self, state):
+            if not runs and self.num_loaded:
+                raise RuntimeError("a kernel is missing")
+
+        def discard_loaded(self, store, reason):
+            self.num_loaded = 0
+
+    monkeypatch.setattr(loading, "init_device_state", lambda shapes, device: "state")
+    monkeypatch.setattr(loading, "_compile", lambda *_: 12.5)
+    assert loading._warm_up(Programs(), lambda *_: None, "compiling", store)[1] == (0.0 if runs else 12.5)
+
+
+def test_what_a_user_must_know_is_a_warning_of_the_log_without_a_display(caplog):
+    loading._warner(lambda *_: None)("a program is of no use")
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("WARNING", "a program is of no use")
+    display = mock.Mock()
+    loading._warner(display)("a program is of no use")
+    display.message.assert_called_once_with("warning: a program is of no use")
+    assert len(caplog.records) == 1
 
 
 def test_kept_programs_that_do_not_run_are_compiled_anew(store, monkeypatch):
@@ -465,8 +502,9 @@ def test_kept_programs_that_do_not_run_are_compiled_anew(store, monkeypatch):
             calls.append("compile")
 
     monkeypatch.setattr(loading, "init_device_state", lambda shapes, device: "state")
-    assert loading._warm_up(Programs(), lambda *_: None, "compiling", store) == "state"
-    assert calls == ["warm_up", "discard: a kernel is missing", "compile", "warm_up"]
+    assert loading._warm_up(Programs(), lambda *_: None, "compiling", store)[0] == "state"
+    discarded = "discard: a program that was loaded failed at its first run: a kernel is missing"
+    assert calls == ["warm_up", discarded, "compile", "warm_up"]
     with pytest.raises(RuntimeError, match="a kernel is missing"):
         loading._warm_up(Programs(), lambda *_: None, "compiling", None)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):  # no fault of the programs
@@ -474,8 +512,8 @@ def test_kept_programs_that_do_not_run_are_compiled_anew(store, monkeypatch):
 
 
 def test_discarded_programs_are_gone_from_the_set_and_the_store(store):
-    found = make_set()
-    store.save(KEY, TREES, small_program())
+    found = small_set()
+    store.save(KEY, SIGNATURE, small_program())
     found._programs, found._loaded = {"a": small_program(), "b": small_program()}, {"a": KEY}
     found.discard_loaded(store, "a kernel is missing")
     assert list(found.executables()) == ["b"] and found.num_loaded == 0
