@@ -20,12 +20,14 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from qwen35_jax import code_state, loading, program_store
+from qwen35_jax import programs as programs_module
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.params import ParamPack
 from qwen35_jax.program_file import unwrap, wrap
 from qwen35_jax.program_store import Program, ProgramStore, Signature
 from qwen35_jax.programs import ProgramSet
 from qwen35_jax.steps import StepSpec, device_state_shapes
+from tests import engine_kit
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
@@ -466,6 +468,25 @@ def test_compiling_anew_at_warm_up_counts_as_compiling(store, monkeypatch, runs)
     monkeypatch.setattr(loading, "init_device_state", lambda shapes, device: "state")
     monkeypatch.setattr(loading, "_compile", lambda *_: 12.5)
     assert loading._warm_up(Programs(), lambda *_: None, "compiling", store)[1] == (0.0 if runs else 12.5)
+
+
+@pytest.mark.parametrize(("overlap", "sets"), [("off", 1), ("device", 2)])
+def test_the_report_of_a_start_has_every_second_of_compiling(monkeypatch, overlap, sets):
+    def warm_up(programs, *_):
+        return programs_module.init_device_state(programs.shapes, programs.device), 1000.0
+
+    monkeypatch.setattr(loading, "_compile", lambda *_: 10.0)
+    monkeypatch.setattr(loading, "_warm_up", warm_up)
+    monkeypatch.setattr(ProgramSet, "scratch_bytes", lambda _: 0)
+    engine = loading.build_engine(
+        dataclasses.replace(engine_kit.OPTIONS, decode_overlap=overlap).validate(),
+        engine_kit.MODEL,
+        lambda device, dtype: engine_kit._params(device),
+        eos_ids=engine_kit.EOS,
+        num_valid=engine_kit.NUM_VALID,
+    )
+    assert engine.start_report.compile_s == sets * 1010.0
+    engine.close()
 
 
 def test_what_a_user_must_know_is_a_warning_of_the_log_without_a_display(caplog):
