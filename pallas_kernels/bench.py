@@ -21,7 +21,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from jax import lax
 
 import pallas_kernels
 from pallas_kernels import registry
+from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
 KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
@@ -349,7 +349,7 @@ def result(
         "metrics": metrics,
         "device": jax.devices()[0].device_kind,
         "device_count": 1,
-        "commit": _commit(),
+        "commit": current_commit(),
         "jax": jax.__version__,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -363,18 +363,6 @@ def write_records(path: str, records: Sequence[dict[str, Any]]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(list(records), file, indent=1)
         file.write("\n")
-
-
-def _commit() -> str:
-    """Commit of the checkout, "+dirty" when tracked files differ; QWEN35_COMMIT names it for a tree without history."""
-    if named := os.environ.get("QWEN35_COMMIT"):
-        return named
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], capture_output=True).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+dirty" if changed else "")
 
 
 def _say(line: str) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import bench, registry, tuned
+from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Spec, specs_of, tiny_specs_of
 from pallas_kernels.tuned import Entry, Tunable
 
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"nothing matches --op={options.op} --implementation={options.implementation} --spec={options.spec}"
         )
     ceilings = bench.measure_ceilings(1 << (20 if options.tiny else 28))
-    device, commit, failed = jax.devices()[0].device_kind, bench._commit(), False
+    device, commit, failed = jax.devices()[0].device_kind, current_commit(), False
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         for tunable, spec in chosen:
             name = f"{spec.op}/{tunable.implementation}/{spec.name}"

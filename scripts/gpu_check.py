@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from qwen35_jax.bench.records import current_commit, own_command  # noqa: E402
+from pallas_kernels.provenance import current_commit  # noqa: E402
+from qwen35_jax.bench.records import own_command  # noqa: E402
 from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command  # noqa: E402
 from qwen35_jax.errors import UserInputError  # noqa: E402
 from qwen35_jax.presets import PRESETS  # noqa: E402
@@ -167,6 +168,9 @@ def environment(platform: str) -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
     found["PYTHONUNBUFFERED"] = "1"
     found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # The oracles' products would each start a thread a core, in every process at once.
+    for library in ("OPENBLAS", "OMP", "MKL"):
+        found.setdefault(f"{library}_NUM_THREADS", "2")
     flags = found.get("XLA_FLAGS", "")
     if platform == "cpu":
         if "xla_force_host_platform_device_count" not in flags:
@@ -180,6 +184,18 @@ def environment(platform: str) -> dict[str, str]:
     return found
 
 
+def variables_of(task: Task, variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of one worker.
+
+    In the conformance suite XLA compiles nothing but references and small glue, hundreds of programs that run once: a
+    search for the fastest product in each of them is most of the suite's time and changes no kernel.
+    """
+    found = dict(variables)
+    if task.kind == "kernels" and "xla_gpu_autotune_level" not in found.get("XLA_FLAGS", ""):
+        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    return found
+
+
 def start(task: Task, folder: Path, number: int, variables: Mapping[str, str]) -> Running:
     described, result, log = (folder / f"{number}.{suffix}" for suffix in ("task.json", "result.json", "log"))
     described.write_text(json.dumps(dataclasses.asdict(task)))
@@ -187,7 +203,7 @@ def start(task: Task, folder: Path, number: int, variables: Mapping[str, str]) -
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.gpu_checks.worker", str(described), str(result)],
             cwd=ROOT,
-            env=dict(variables),
+            env=variables_of(task, variables),
             stderr=errors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,

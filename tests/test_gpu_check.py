@@ -14,7 +14,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.engine import TokenLogprob
 from qwen35_jax.weights import load_params
 from scripts import gpu_check
-from scripts.gpu_check import SECTIONS, Device, Plan, main, run_tasks, summarise, tasks_of
+from scripts.gpu_check import SECTIONS, Device, Plan, main, run_tasks, summarise, tasks_of, variables_of
 from scripts.gpu_checks import answers, job, rig, suites
 from scripts.gpu_checks.report import Section, added_up
 from scripts.gpu_checks.worker import Results, Task, once
@@ -96,6 +96,16 @@ def test_every_section_has_its_tasks_and_a_budget():
         assert {name} == {section for task in tasks for section in task.sections}
     # The job reads the peak of memory, so it comes first.
     assert tasks_of(Plan(SECTIONS), GPU)[0].sections[0] == "job"
+
+
+def test_only_the_conformance_suite_is_compiled_without_a_search():
+    shared = {"XLA_FLAGS": "--xla_gpu_cuda_data_dir=/x"}
+    for task in tasks_of(Plan(SECTIONS), GPU):
+        flags = variables_of(task, shared)["XLA_FLAGS"].split()
+        assert flags[0] == shared["XLA_FLAGS"]
+        assert flags[1:] == (["--xla_gpu_autotune_level=0"] if task.kind == "kernels" else [])
+    own = {"XLA_FLAGS": "--xla_gpu_autotune_level=3"}
+    assert variables_of(Task("kernels", "", ("kernels",), 1.0), own) == own
 
 
 def fake_worker(monkeypatch, body):

@@ -12,7 +12,7 @@ from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("gdn_prefill")
 OP.register(registry.REFERENCE, reference.gdn_prefill, priority=0)
-OP.register("mosaic_sm90", mosaic_sm90.gdn_prefill, priority=-1, supports=mosaic_sm90.supports)
+OP.register("mosaic_sm90", mosaic_sm90.gdn_prefill, priority=20, supports=mosaic_sm90.supports)
 OP.register("triton", triton.gdn_prefill, priority=10, supports=triton.supports)
 
 

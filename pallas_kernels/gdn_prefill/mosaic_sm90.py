@@ -305,16 +305,20 @@ def _scan(
             found = delta.read(running=0)
             for half in split(write * found):
                 total.add(half, memory.keys.at[lax.rem(chunk, 2)])
-            high, low = split(found)
-            plgpu.barrier_wait(memory.scores_full)
-            scores = [memory.scores.at[number].transpose((1, 0)) for number in range(PARTS)]
-            for left, right in ((low, scores[0]), (high, scores[1]), (high, scores[0])):
-                out.add(left, right)
             plgpu.commit_smem()  # everyone is done with the inputs
 
             @pl.when(chunk + 1 < chunks)
             def _():
                 fetch_inputs(chunk + 1)
+
+            high, low = split(found)
+            plgpu.barrier_wait(memory.scores_full)
+            scores = [memory.scores.at[number].transpose((1, 0)) for number in range(PARTS)]
+            for left, right in ((low, scores[0]), (high, scores[1]), (high, scores[0])):
+                out.add(left, right)
+
+            @pl.when(chunk + 1 < chunks)
+            def _():
                 await_keys(chunk + 1)
 
             new_halves = split(total.read(running=3))

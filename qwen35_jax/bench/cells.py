@@ -2,7 +2,8 @@
 
 The order of a cell: a few requests to warm up (every program has been compiled and run when the engine was made; this
 touches the host's side), the timed run, then everything that would disturb it: the comparison with requests run alone,
-and a profiled window of the same load.
+and a profiled window of the same load. The record is handed over before that window, which may not end well, and given
+back with the window's figures after it; its check ``profile`` says which of the two it is.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 OPEN_REQUESTS = 256
 THROUGHPUT_REQUESTS = 1024
 PROFILE_SECONDS = 2.0
+NO_PROFILE, UNFINISHED_PROFILE, PROFILED = "not asked for", "not finished", "done"
+"""The check ``profile`` of a record; another text says why there are no figures of a profile that was tried."""
 
 _WARM_UP_TOKENS = 16
 _REPORT_SECONDS = 1.0  # between two reports of progress
@@ -212,6 +215,7 @@ def run_cell(
     options: CellOptions | None = None,
     progress: ProgressFn = silent,
     command: str | None = None,
+    measured: Callable[[Record], None] = lambda record: None,
 ) -> Record:
     """Measure a cell.
 
@@ -223,6 +227,7 @@ def run_cell(
         options: what is done around the timed run.
         progress: told of every stage.
         command: for the record; None takes this process's.
+        measured: told of the record as it is before a window is profiled; without a window it is not called.
 
     Returns:
         The record. Its checks say whether the figures count: see :func:`qwen35_jax.bench.checks.failures`.
@@ -262,9 +267,12 @@ def run_cell(
         checks |= checking.compare_with_solo(engine, workload, run.answers, company=company, margin=margin)
         progress(f"{cell}: comparing", 1, 1)
     checks["skipped"] = len(workload.items) - checks.get("rows_compared", 0)
-    metrics |= _profile(engine, workload, spec.load, options, run.duration, progress, cell)
     metrics |= start_metrics(engine)
     checks["compiles_after_warmup"] = engine.compiles_after_warmup - compiles
+    seconds = options.profile_seconds
+    if seconds is None:
+        seconds = PROFILE_SECONDS if engine.programs.device.platform == "gpu" else 0.0
+    checks["profile"] = UNFINISHED_PROFILE if seconds else NO_PROFILE
 
     settings = settings_of(
         engine,
@@ -278,7 +286,7 @@ def run_cell(
             "warm_up_requests": options.warm_up_requests,
         },
     )
-    return make_record(
+    record = make_record(
         cell,
         metrics,
         settings=settings,
@@ -287,6 +295,12 @@ def run_cell(
         device=engine.programs.device,
         device_count=1 if engine.prefill_device is None else 2,
     )
+    if not seconds:
+        return record
+    measured(record)
+    figures, ended = _profile(engine, workload, spec.load, min(seconds, run.duration / 2), run.duration, progress, cell)
+    after = {"compiles_after_warmup": engine.compiles_after_warmup - compiles, "profile": ended}
+    return dataclasses.replace(record, metrics={**record.metrics, **figures}, checks={**record.checks, **after})
 
 
 def _warm_up(engine: Engine, workload: Workload, number: int) -> None:
@@ -315,24 +329,18 @@ def _profile(
     engine: Engine,
     workload: Workload,
     load: Load,
-    options: CellOptions,
+    seconds: float,
     duration: float,
     progress: ProgressFn,
     cell: str,
-) -> dict[str, Any]:
-    """The share of a window of the same load in which the device had nothing to do.
+) -> tuple[dict[str, Any], str]:
+    """The share of a window of the same load in which the device had nothing to do, and how the profile ended.
 
     The window lies in the middle of the run. Under the profiler CUDA graphs are taken apart and the host is slower, so
     the share is an upper bound for the timed run. In an open loop the engine also idles for want of requests.
     """
-    seconds = options.profile_seconds
-    if seconds is None:
-        seconds = PROFILE_SECONDS if engine.programs.device.platform == "gpu" else 0.0
-    if not seconds:
-        return {}
     from qwen35_jax.bench.device_trace import profile
 
-    seconds = min(seconds, duration / 2)
     stage = f"{cell}: profiling"
     progress(stage, 0, 1, f"{seconds:.1f} s")
     run = LoadRun(engine, workload, load, prefix="profile-")
@@ -351,7 +359,9 @@ def _profile(
         run.give_up()
         note = str(error)
     progress(stage, 1, 1, note)
-    return {} if share is None else {"idle_share": share, "profile_s": seconds}
+    if share is None:
+        return {}, note or "no idle share"
+    return {"idle_share": share, "profile_s": seconds}, PROFILED
 
 
 def _run_for(run: LoadRun, seconds: float) -> None:

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,13 +23,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.provenance import DIRTY, UNKNOWN_COMMIT, current_commit
 from qwen35_jax.errors import UserInputError
-
-COMMIT_VARIABLE = "QWEN35_COMMIT"
-"""Environment variable that names the commit where the tree was copied without its repository."""
-
-DIRTY = "+dirty"
-UNKNOWN_COMMIT = "unknown"
 
 _CHECKOUT = Path(__file__).resolve().parent.parent.parent
 _NAME = r"[a-z0-9][a-z0-9._-]*"
@@ -292,31 +286,6 @@ def own_command() -> str:
     return shlex.join([*head, *sys.argv[1:]])
 
 
-def current_commit(checkout: Path = _CHECKOUT) -> str:
-    """The commit of the code in use, with "+dirty" when tracked files differ from it, "unknown" where none can be told.
-
-    ``QWEN35_COMMIT`` in the environment wins: it serves a tree that was copied without its repository. What lies in
-    ``benchmarks/`` does not count as a difference, or the first record of a run would mark the next.
-    """
-    if named := os.environ.get(COMMIT_VARIABLE):
-        return named
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, check=True, timeout=60
-        )
-        return done.stdout.strip()
-
-    try:
-        # An installed package may lie inside some repository: it is this one only if git tracks the code itself.
-        git("ls-files", "--error-unmatch", "qwen35_jax/__init__.py")
-        head = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks")
-    except (OSError, subprocess.SubprocessError):
-        return UNKNOWN_COMMIT
-    return head + (DIRTY if changed else "")
-
-
 def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
     """Write records to a results file, after those it has; the file is replaced whole, so that a crash cannot tear it.
 
@@ -324,8 +293,26 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
         UserInputError: the file is there and is not a results file, or cannot be written.
     """
     path = Path(path)
-    before = read_records(path) if path.exists() else []
-    text = json.dumps([record.to_dict() for record in [*before, *records]], indent=1, allow_nan=False) + "\n"
+    _write(path, [*(read_records(path) if path.exists() else []), *records])
+
+
+def replace_record(path: str | os.PathLike[str], before: Record, after: Record) -> None:
+    """Write a record in the place of one that the file has; at the end where it does not have it (any more).
+
+    Raises:
+        UserInputError: as :func:`append_records`.
+    """
+    path = Path(path)
+    records = read_records(path) if path.exists() else []
+    if before in records:
+        records[records.index(before)] = after
+    else:
+        records.append(after)
+    _write(path, records)
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    text = json.dumps([record.to_dict() for record in records], indent=1, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

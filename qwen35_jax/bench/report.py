@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pallas_kernels.provenance import DIRTY, UNKNOWN_COMMIT
 from qwen35_jax.bench.device_trace import GROUP_OF
 from qwen35_jax.bench.known import (
     DEFAULT_ROWS,
@@ -20,7 +21,7 @@ from qwen35_jax.bench.known import (
     cell_order,
     size_order,
 )
-from qwen35_jax.bench.records import DIRTY, OF_OPS, UNKNOWN_COMMIT, Record, parse_cell
+from qwen35_jax.bench.records import OF_OPS, Record, parse_cell
 
 type Section = Callable[[Known, str], str]
 

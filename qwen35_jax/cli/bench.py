@@ -47,8 +47,9 @@ random prompts, are greedy and ignore EOS, so that each gives exactly its output
 `vllm bench serve`, without HTTP and text; qwen35_jax/bench/metrics.py defines them.
 
 After the timed run a few requests are run again alone and compared, and a window of the same load is profiled (on a
-GPU). Exit codes: 0 every cell is measured; 1 a cell's checks failed (it is printed, and not written to --results) or
-the run broke off; 2 something in the command line or the files is wrong; 130 interrupted.
+GPU). A record goes to --results before that window, and again with its figures in the same place. Exit codes: 0 every
+cell is measured; 1 a cell's checks failed (it is printed, and not written to --results) or the run broke off; 2
+something in the command line or the files is wrong; 130 interrupted.
 """
 
 
@@ -274,14 +275,28 @@ class _Session:
         self._failed = False
 
     def run(self, specs: Sequence[CellSpec], start: Any, cache: Any) -> int:
-        from qwen35_jax.bench.cells import run_cell, table
-        from qwen35_jax.bench.checks import failures
+        from qwen35_jax.bench.cells import table
 
         records = []
         if start is not None:
             records.append(self._start(specs[0], start, cache))
         cache.close()
         for spec in specs:
+            records.append(self._measure(spec))
+        print(table(records), file=sys.stderr)
+        return EXIT_FAILED if self._failed else 0
+
+    def _measure(self, spec: CellSpec) -> Record:
+        from qwen35_jax.bench.cells import run_cell
+        from qwen35_jax.bench.checks import failures
+
+        early: list[Record] = []  # the record before its window is profiled
+
+        def measured(record: Record) -> None:
+            early.append(record)
+            self._write(record, failures(record.checks))
+
+        try:
             record = run_cell(
                 self._engine,
                 self._model_config,
@@ -289,11 +304,15 @@ class _Session:
                 size=self._size,
                 options=self._options,
                 progress=self._progress,
+                measured=measured,
             )
-            records.append(record)
-            self._give_out(record, failures(record.checks))
-        print(table(records), file=sys.stderr)
-        return EXIT_FAILED if self._failed else 0
+        except BaseException:
+            for record in early:  # what became of the profile undoes nothing
+                self._print(record, failures(record.checks))
+            raise
+        self._print(record, failures(record.checks))
+        self._write(record, failures(record.checks), *early)
+        return record
 
     def _start(self, spec: CellSpec, kind: Any, cache: Any) -> Record:
         from qwen35_jax.bench.cells import settings_of, start_metrics, suffixes
@@ -320,19 +339,26 @@ class _Session:
             device=self._engine.programs.device,
         )
         failure = start_failure(kind, self._engine.start_report, cache)
-        self._give_out(record, [failure] if failure else [])
+        self._print(record, [failure] if failure else [])
+        self._write(record, [failure] if failure else [])
         return record
 
-    def _give_out(self, record: Record, failures: Sequence[str]) -> None:
-        """Print a record; write it too if its checks hold."""
-        from qwen35_jax.bench.records import append_records
+    def _write(self, record: Record, failures: Sequence[str], early: Record | None = None) -> None:
+        """Write a record if its checks hold, in the place of its early form if there is one."""
+        from qwen35_jax.bench.records import append_records, replace_record
 
+        if not self._results or failures:
+            return
+        if early is None:
+            append_records(self._results, [record])
+        else:
+            replace_record(self._results, early, record)
+
+    def _print(self, record: Record, failures: Sequence[str]) -> None:
         print(json.dumps(record.to_dict(), allow_nan=False), flush=True)
         for failure in failures:
             self._failed = True
             self._progress.message(f"{record.cell}: FAILED: {failure}")
-        if self._results and not failures:
-            append_records(self._results, [record])
 
 
 if __name__ == "__main__":

@@ -40,22 +40,28 @@ ANSWER_TOKENS = 48  # longest right answer among them, about
 MAX_TOKENS = 64
 LEAST_MARGIN = 1e-3  # between the two most probable tokens, in log-probability
 FAR = 2500  # tokens from what recall_long asks for to the end of the prompt, at least
-LONG = 1024  # longest prompt of those that an engine with small pools runs as well
+IN_PIECES = 600  # and of a prompt that every mode reads in pieces: what is asked for stands in an earlier one
+LONG = 1024 - MAX_TOKENS  # longest prompt of those that an engine with small pools runs as well
 
 
 @dataclasses.dataclass(frozen=True)
 class Pick:
-    """So many prompts of a task, up to about ``max_tokens`` long."""
+    """So many prompts of a task, up to about ``max_tokens`` long.
+
+    What a prompt of a recall task asks for stands at least ``far`` tokens before its end.
+    """
 
     task: str
     max_tokens: int
     count: int
+    far: int = 0
 
 
 PICKS = (
     Pick("recall", 256, 2),
     Pick("recall", 512, 2),
-    Pick("recall_long", tasks.LONG_TOKENS, 1),
+    Pick("recall", 1200, 1, far=IN_PIECES),
+    Pick("recall_long", tasks.LONG_TOKENS, 1, far=FAR),
     *(Pick(task, 512, 2) for task in tasks.TASKS if not task.startswith("recall")),
 )
 
@@ -169,17 +175,16 @@ def digest(ids: Sequence[int]) -> str:
 
 
 def candidates(tokenizer: Any, pick: Pick, count: int) -> list[tuple[int, Example]]:
-    """The first ``count`` held-out examples whose right answers are short enough, with their numbers."""
+    """The first ``count`` held-out examples with short answers and the distance asked for, with their numbers."""
     found: list[tuple[int, Example]] = []
     tried = 12 * count
     for index, example in enumerate(tasks.held_out(pick.task, tried, seed=PROMPTS_SEED, max_tokens=pick.max_tokens)):
         right = example.reasoning + example.answer if example.thinking else example.answer
-        # recall_long exists for its distance: only the longest of its examples, and what is asked stands early in them.
-        far = pick.task not in tasks.LONG_TASKS or distance(tokenizer, example) > FAR
+        far = not pick.far or distance(tokenizer, example) >= pick.far
         if far and len(tokenizer.encode(right)) <= ANSWER_TOKENS and len(found) < count:
             found.append((index, example))
     if len(found) < count:
-        raise ValueError(f"{pick.task}: {len(found)} of the first {tried} examples have short answers, need {count}")
+        raise ValueError(f"{pick.task}: {len(found)} of the first {tried} examples will do, need {count}")
     return found
 
 
@@ -244,8 +249,9 @@ def measure(
     """
     import jax
 
+    from pallas_kernels.provenance import current_commit
     from qwen35_jax import LLM
-    from qwen35_jax.bench.records import current_commit, own_command
+    from qwen35_jax.bench.records import own_command
 
     tokenizer = Tokenizer.from_dir(model_dir)
     table: dict[str, Any] = {}

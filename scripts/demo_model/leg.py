@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qwen35_jax.bench.records import current_commit
+from pallas_kernels.provenance import current_commit
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from scripts.demo_model import checkpointing, curves, transport

@@ -73,9 +73,11 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("gdn_prefill", "triton"): Tolerance(exact=1e-5, roundoffs=2, from_bfloat16=3e-4),
     ("gdn_prefill", "mosaic_sm90"): Tolerance(exact=1e-5, roundoffs=2, from_bfloat16=3e-4),  # bfloat16 alone
     ("kv_write", "triton"): Tolerance(exact=2e-6, roundoffs=2),
-    # Away from the diagonal the softmax weights meet the values rounded to the activation dtype. In float32 products
-    # are chains of multiply-adds, 32k of them in a row on the longest prefix of this suite (1.6e-5 seen).
-    ("paged_prefill_attention", "triton"): Tolerance(exact=3e-5, roundoffs=4),
+    # Away from the diagonal the softmax weights meet the values rounded to the activation dtype: each term of the sum
+    # is a roundoff off before the sum itself is rounded, and where large terms cancel that counts more than once. The
+    # worst of 280,000 elements, drawn 16 times: 2.3 to 3.5 roundoffs, once 4.1. In float32 products are three products
+    # of TF32 parts (21 bits), 32k terms in a row on the longest prefix of this suite.
+    ("paged_prefill_attention", "triton"): Tolerance(exact=3e-5, roundoffs=5),
     # Weights are rounded to the activation dtype, except for queries of at most 128 keys (16-bit activations only).
     ("paged_prefill_attention", "mosaic_sm90"): Tolerance(exact=3e-5, roundoffs=4),
     ("paged_decode_attention", "triton"): Tolerance(exact=1e-5, roundoffs=2),

@@ -92,10 +92,15 @@ def test_lowers_for_an_h200(model, state_dtype):
     assert text.count("output_operand_alias<") == 1, "the pool is not updated in place"
 
 
-def test_auto_leaves_it_alone():
+@pytest.mark.parametrize(("dtype", "name"), [(jnp.bfloat16, NAME), (jnp.float32, "triton")])
+def test_auto_takes_it_for_bfloat16(dtype, name):
     arguments, options = abstract(PACK)
-    assert get_op("gdn_prefill").implementations[NAME].priority < 0
-    assert get_op("gdn_prefill").select("auto", arguments | options, target=Target("gpu", "NVIDIA H200")).name != NAME
+    arguments = {
+        key: jax.ShapeDtypeStruct(array.shape, dtype) if array.dtype == jnp.bfloat16 else array
+        for key, array in arguments.items()
+    }
+    found = get_op("gdn_prefill").select("auto", arguments | options, target=Target("gpu", "NVIDIA H200", "9.0"))
+    assert found.name == name
 
 
 def test_declines_what_it_cannot_run():

@@ -49,7 +49,7 @@ def test_a_cell_of_each_kind(engine, text, name):
         assert record.metrics[metric] > 0
     assert record.metrics["total_tok_s"] > record.metrics["output_tok_s"]
     assert 0 < record.metrics["decode_padding"] < 1 and 0 < record.metrics["prefill_padding"] < 1
-    assert "idle_share" not in record.metrics  # a CPU has no device events
+    assert "idle_share" not in record.metrics and record.checks["profile"] == "not asked for"  # a CPU
     assert record.checks["requests_answered"] == record.checks["requests_asked"] == number
     assert (record.checks["rows_compared"], record.checks["skipped"]) == (2, number - 2)
     assert record.checks["first_mismatch"] is None and record.checks["margin_allowed"] == 0.0
@@ -98,6 +98,7 @@ def test_a_compile_after_warm_up_fails_the_cell(engine, monkeypatch):
 def test_a_profiled_window_on_a_device_without_events_gives_no_idle_share(engine):
     record = measure(engine, parse_spec("throughput:20x8:8"), profile_seconds=0.05, check_rows=0)
     assert "idle_share" not in record.metrics
+    assert record.checks["profile"] not in (cells.PROFILED, cells.UNFINISHED_PROFILE, cells.NO_PROFILE, "")
     assert record.checks["skipped"] == 8 and not engine.has_work
 
 
@@ -112,7 +113,7 @@ def test_the_profiled_window_is_a_run_of_its_own(engine, monkeypatch):
 
     monkeypatch.setattr(device_trace, "profile", profile)
     record = measure(engine, parse_spec("throughput:20x12:8"), profile_seconds=0.01, check_rows=0)
-    assert record.metrics["idle_share"] == pytest.approx(0.6)
+    assert record.metrics["idle_share"] == pytest.approx(0.6) and record.checks["profile"] == "done"
     assert 0 < record.metrics["profile_s"] <= 0.01
     assert submitted[0] > 0  # it began in the middle of the load
     assert (record.metrics["requests"], record.checks["failed"]) == (8, 0)
@@ -127,6 +128,7 @@ def test_a_profiler_that_fails_loses_no_figures(engine, monkeypatch):
     monkeypatch.setattr(device_trace, "profile", profile)
     record = measure(engine, parse_spec("throughput:20x2:3"), profile_seconds=0.01, check_rows=0)
     assert "idle_share" not in record.metrics and record.metrics["requests"] == 3
+    assert record.checks["profile"] == "the profiler left no file"
     assert not engine.has_work
 
 

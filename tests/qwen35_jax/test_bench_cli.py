@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from qwen35_jax import loading
-from qwen35_jax.bench import start
-from qwen35_jax.bench.records import read_records
+from qwen35_jax.bench import device_trace, start
+from qwen35_jax.bench.device_trace import DeviceEvent, DeviceTrace
+from qwen35_jax.bench.records import newest, read_records
 from qwen35_jax.cli import bench
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine import Engine
@@ -92,6 +93,64 @@ def test_a_cell_whose_checks_fail_is_printed_and_not_written(run, tmp_path, monk
     assert len(run.records) == 1 and run.records[0]["checks"]["compiles_after_warmup"] > 0
     assert "offline/tiny-4b/9x2@fp32: FAILED: compiles_after_warmup = " in run.err
     assert not path.exists()
+
+
+PROFILED = ("--cells=throughput:20x8:3", "--profile_seconds=0.01")
+EVENTS = DeviceTrace((DeviceEvent("a", "", "", 0, 30), DeviceEvent("b", "", "", 90, 10)))
+
+
+def test_a_record_is_written_before_the_profile_and_replaced_after_it(run, tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    assert run(*QUICK, "--cells=throughput:20x8:2,throughput:9x2:2", f"--results={path}") == 0
+    before = read_records(path)
+    early = []
+
+    def profile(window):
+        early.extend(read_records(path))  # what a run that is killed here leaves
+        window()
+        return EVENTS
+
+    monkeypatch.setattr(device_trace, "profile", profile)
+    assert run(*QUICK, *PROFILED, f"--results={path}") == 0
+    assert early[:2] == before and len(early) == 3
+    left = early[-1]
+    assert left.checks["profile"] == "not finished" and "idle_share" not in left.metrics
+    assert (left.metrics["requests"], left.checks["rows_compared"], left.faults()) == (3, 1, ("measured on a CPU",))
+    assert newest(early)[left.cell] is left
+    after = read_records(path)
+    assert [record.to_dict() for record in after] == [*(record.to_dict() for record in before), *run.records]
+    fuller = after[-1]
+    assert fuller.checks == left.checks | {"profile": "done"} and fuller.date == left.date
+    assert fuller.metrics.keys() - left.metrics.keys() == {"idle_share", "profile_s"}
+    assert left.metrics.items() <= fuller.metrics.items()
+
+
+@pytest.mark.parametrize(("error", "code"), [(OSError("no space"), 1), (KeyboardInterrupt(), 130)])
+def test_a_run_that_ends_while_it_profiles_keeps_its_cell(run, tmp_path, monkeypatch, error, code):
+    def profile(window):
+        raise error
+
+    monkeypatch.setattr(device_trace, "profile", profile)
+    path = tmp_path / "results.json"
+    assert run(*QUICK, *PROFILED, f"--results={path}") == code
+    (record,) = read_records(path)
+    assert run.records == [record.to_dict()]
+    assert record.checks["profile"] == "not finished" and record.metrics["requests"] == 3
+    assert not hasattr(run.engine, "_programs")  # closed
+
+
+def test_a_compile_while_profiling_fails_the_cell_and_keeps_what_was_measured(run, tmp_path, monkeypatch):
+    def profile(window):
+        run.engine._compiles.count += 1
+        window()
+        return EVENTS
+
+    monkeypatch.setattr(device_trace, "profile", profile)
+    path = tmp_path / "results.json"
+    assert run(*QUICK, *PROFILED, f"--results={path}") == 1
+    assert run.records[0]["checks"]["compiles_after_warmup"] == 1 and "FAILED: compiles_after_warmup = 1" in run.err
+    (record,) = read_records(path)
+    assert record.checks["compiles_after_warmup"] == 0 and record.checks["profile"] == "not finished"
 
 
 def test_a_start_that_is_not_what_it_claims_fails(run, tmp_path):

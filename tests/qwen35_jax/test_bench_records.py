@@ -2,16 +2,25 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from pallas_kernels import bench as kernel_bench
+from pallas_kernels.provenance import COMMIT_VARIABLE
 from pallas_kernels.spec import tiny_specs_of
 from qwen35_jax.bench import records
-from qwen35_jax.bench.records import Cell, Record, append_records, make_record, newest, parse_cell, read_records
+from qwen35_jax.bench.records import (
+    Cell,
+    Record,
+    append_records,
+    make_record,
+    newest,
+    parse_cell,
+    read_records,
+    replace_record,
+)
 from qwen35_jax.errors import UserInputError
 
 
@@ -93,7 +102,7 @@ def test_a_wrong_record_is_named(fields, words):
 
 
 def test_make_record_says_where_and_how(monkeypatch):
-    monkeypatch.setenv(records.COMMIT_VARIABLE, "abc+dirty")
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc+dirty")
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/qwen35-bench", "throughput", "--results=a b.json"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     made = make_record(
@@ -102,6 +111,7 @@ def test_make_record_says_where_and_how(monkeypatch):
     assert made.metrics == {"cold_s": 1.5} and made.settings == {"sizes": [1, 2]}
     assert made.command == "qwen35-bench throughput '--results=a b.json'"
     assert made.commit == "abc+dirty" and made.dirty
+    assert record(commit="unknown").dirty and not record(commit="abc").dirty
     assert (made.device, made.device_count) == ("cpu", 1) and made.faults() == ("measured on a CPU",)
     assert made.when.tzinfo is not None
     json.dumps(made.to_dict(), allow_nan=False)
@@ -152,6 +162,19 @@ def test_a_wrong_file_is_named_and_left_alone(tmp_path, text, words):
     assert path.read_text() == text
 
 
+def test_a_record_takes_the_place_of_another(tmp_path):
+    path = tmp_path / "results.json"
+    first, second = record("start/4b"), record("start/9b")
+    fuller = dataclasses.replace(first, metrics={**first.metrics, "more": 1.5})
+    append_records(path, [first, second])
+    replace_record(path, first, fuller)
+    assert read_records(path) == [fuller, second]
+    replace_record(path, first, fuller)  # somebody took it out of the file
+    assert read_records(path) == [fuller, second, fuller]
+    replace_record(tmp_path / "new.json", first, fuller)
+    assert read_records(tmp_path / "new.json") == [fuller]
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserInputError, match="nothing.json: cannot read results"):
         read_records(tmp_path / "nothing.json")
@@ -178,33 +201,6 @@ def test_the_newest_record_counts_whatever_the_offset():
 def test_figures_that_do_not_count_say_why(fields, words):
     assert words in " ".join(record(**fields).faults())
     assert record().faults() == ()
-
-
-def test_commits(tmp_path, monkeypatch):
-    monkeypatch.delenv(records.COMMIT_VARIABLE, raising=False)
-    assert records.current_commit(tmp_path) == "unknown"
-    (tmp_path / "qwen35_jax").mkdir()
-    (tmp_path / "benchmarks").mkdir()
-    code, results = tmp_path / "qwen35_jax" / "__init__.py", tmp_path / "benchmarks" / "a.json"
-
-    def git(*arguments):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    code.write_text("")
-    results.write_text("[]")
-    assert records.current_commit(tmp_path) == "unknown", "the repository does not hold the code"
-    git("add", ".")
-    git("commit", "-qm", "one")
-    head = git("rev-parse", "HEAD")
-    assert records.current_commit(tmp_path) == head
-    results.write_text("[1]")
-    (tmp_path / "untracked.py").write_text("")
-    assert records.current_commit(tmp_path) == head
-    code.write_text("x = 1")
-    assert records.current_commit(tmp_path) == head + "+dirty"
-    assert record(commit=head + "+dirty").dirty and not record(commit=head).dirty
 
 
 def test_records_of_the_kernel_harness_have_the_same_schema(tmp_path):
