@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qwen35_jax import code_state as _code_state  # noqa: F401 - before any other module: it digests their files
+
 if TYPE_CHECKING:
     from qwen35_jax.config import EngineConfig as EngineConfig
     from qwen35_jax.config import ModelConfig as ModelConfig

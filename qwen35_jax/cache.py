@@ -166,6 +166,15 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
+def round_down(amount: int) -> int:
+    """An amount without what comes after its eight leading bits: less by no more than 1/128, 0 for less than 0.
+
+    How much memory is free differs from start to start. Sizes that followed every byte of it would make other programs
+    each time, and none that an earlier start has kept would fit.
+    """
+    return amount >> (shift := max(0, amount.bit_length() - 8)) << shift if amount > 0 else 0
+
+
 def plan_memory(
     config: ModelConfig,
     *,
@@ -190,6 +199,9 @@ def plan_memory(
     and so far that one sequence of full length takes no more than half of the room, or a job of short prompts would
     run one at a time for the sake of a length that nobody asked for.
 
+    Sizes follow from free memory in steps of about one percent (:func:`round_down`), so that the same options give the
+    same sizes, and with them the same programs, at the next start.
+
     Args:
         config: the model.
         limit: bytes the plan may use on this device.
@@ -211,6 +223,7 @@ def plan_memory(
     page, slot, record = page_bytes(config, dtype), slot_bytes(config, dtype, state_dtype), sampler_row_bytes(config)
     workspace = workspace_bytes(config, max_num_batched_tokens + max_num_seqs, sampled_rows, dtype, platform)
     left = limit - weights - workspace - staging - page - slot - record  # null page, slot and record
+    steady = round_down(left)
     warnings = []
 
     def mib(value: float) -> str:
@@ -223,7 +236,7 @@ def plan_memory(
         warnings.append(f"max_model_len lowered from {max_model_len} to {full * PAGE_SIZE}, what num_kv_pages holds")
         max_model_len = full * PAGE_SIZE
     elif max_model_len_is_default and num_kv_pages is None:
-        room = max(left // 2, min(left, page + slot + record))
+        room = max(steady // 2, min(left, page + slot + record))
     if room < full * page + slot + record:
         affordable = (room - slot - record) // page * PAGE_SIZE
         if affordable < PAGE_SIZE or not max_model_len_is_default:
@@ -243,14 +256,16 @@ def plan_memory(
             )
         if num_kv_pages * page + slot + record > left:
             raise MemoryPlanError(f"num_kv_pages={num_kv_pages} needs {mib(num_kv_pages * page)}, {mib(left)} are left")
-        num_seqs = min(max_num_seqs, int((left - num_kv_pages * page) // (slot + record)))
+        # One sequence fits, as was just seen.
+        num_seqs = min(max_num_seqs, max(1, (steady - num_kv_pages * page) // (slot + record)))
         num_pages = num_kv_pages
     else:
         # One sequence at full length must always fit beside the slots; the others share what is left.
+        one = full * page + slot + record
         per_seq = slot + record + min(full, _TYPICAL_PAGES) * page
-        others = (left - full * page - slot - record) // per_seq
-        num_seqs = min(max_num_seqs, 1 + int(others))
-        num_pages = min(int((left - num_seqs * (slot + record)) // page), num_seqs * full)
+        steady = max(steady, one)
+        num_seqs = min(max_num_seqs, 1 + (steady - one) // per_seq)
+        num_pages = min((steady - num_seqs * (slot + record)) // page, num_seqs * full)
     if num_seqs < max_num_seqs:
         warnings.append(
             f"max_num_seqs clamped from {max_num_seqs} to {num_seqs}: a sequence's state and sampler record take "

@@ -276,7 +276,8 @@ class EngineConfig:
         async_chunks: most prefill chunks in flight in ``device`` overlap.
         seed: default seed of sampled requests.
         load_format: "auto" or "random".
-        compilation_cache_dir: directory of the persistent compilation cache; None keeps it off.
+        compilation_cache_dir: directory of compiled programs, which a later start loads, and of JAX's own cache; None
+            keeps both off.
         enable_prefix_caching: not built yet: True is refused by name.
         tensor_parallel_size: not built yet: anything but 1 is refused by name.
         data_parallel_size: not built yet: anything but 1 is refused by name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.params import FlatParams, ParamPack
 from qwen35_jax.prefill_device import PrefillDevice
+from qwen35_jax.program_store import SUBDIRECTORY, ProgramStore, open_store
 from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.progress import ProgressFn, silent
 from qwen35_jax.startup import StartReport
@@ -120,6 +122,7 @@ def build_engine(
         MemoryPlanError: it does not fit.
     """
     say = getattr(progress, "message", log.info)
+    warn = _warner(progress)
     devices = runtime.devices()
     overlap_device = config.decode_overlap == "device"
     if overlap_device and len(devices) < 2:
@@ -144,11 +147,15 @@ def build_engine(
         f"max_num_batched_tokens {scheduler_config.max_num_batched_tokens}"
     )
     for warning in plan.warnings:
-        say(f"warning: {warning}")
+        warn(warning)
     say(ladder.describe())
     if choose is None:
         say("every shape is compiled in two sampler variants (greedy, full), before the first request")
 
+    store = None
+    if config.compilation_cache_dir:
+        place = os.path.join(config.compilation_cache_dir, SUBDIRECTORY)
+        store = open_store(place, warn)
     compiles = CompileCounter()
     spec = StepSpec(pack, num_valid)
     started = time.perf_counter()
@@ -165,11 +172,12 @@ def build_engine(
         merge_widths=widths if overlap_device else (),
         fill_width=min(16, widths[-1]),
     )
-    compile_s = _compile(programs, progress, "compiling")
+    compile_s = _compile(programs, progress, "compiling", store)
     scratch = programs.scratch_bytes()
     say(f"compiled programs take at most {scratch / 2**20:,.1f} MiB of scratch, {plan.workspace / 2**20:,.1f} planned")
-    state = programs.warm_up(init_device_state(shapes, main))
-    num_programs = programs.number
+    state, recompile_s = _warm_up(programs, progress, "compiling", store)
+    compile_s += recompile_s
+    num_programs, num_loaded = programs.number, programs.num_loaded
     prefill_device = None
     if other is not None and staging is not None:
         other_programs = ProgramSet(
@@ -181,9 +189,12 @@ def build_engine(
             extract_widths=widths,
             fill_width=min(16, widths[-1]),
         )
-        compile_s += _compile(other_programs, progress, "compiling for the prefill device")
+        stage = "compiling for the prefill device"
+        compile_s += _compile(other_programs, progress, stage, store)
+        staging_state, recompile_s = _warm_up(other_programs, progress, stage, store)
+        compile_s += recompile_s
         num_programs += other_programs.number
-        staging_state = other_programs.warm_up(init_device_state(staging, other))
+        num_loaded += other_programs.num_loaded
         prefill_device = PrefillDevice(other_programs, staging_state, widths, poison=config.debug_poison)
     warm_up_s = time.perf_counter() - loaded - compile_s
     return Engine(
@@ -195,7 +206,7 @@ def build_engine(
         num_valid=num_valid,
         prefill_device=prefill_device,
         compiles=compiles,
-        start_report=StartReport(plan, scratch, loaded - started, compile_s, warm_up_s, num_programs),
+        start_report=StartReport(plan, scratch, loaded - started, compile_s, warm_up_s, num_programs, num_loaded),
     )
 
 
@@ -340,14 +351,45 @@ def _main_keys(config: EngineConfig, ladder: BucketLadder) -> tuple[ProgramKey, 
     return tuple(keys)
 
 
-def _compile(programs: ProgramSet, progress: ProgressFn, stage: str) -> float:
-    """Compile everything and say so; returns the seconds it took."""
+def _compile(programs: ProgramSet, progress: ProgressFn, stage: str, store: ProgramStore | None) -> float:
+    """Load or compile everything and say so; returns the seconds it took."""
     started = time.perf_counter()
     progress(stage, 0, programs.number, "the first programs take longest")
     programs.compile(
-        lambda done, total, name, seconds: progress(stage, done, total, f"bucket {name} took {seconds:.1f} s"),
-        threads=runtime.compile_threads(),
+        lambda done, total, note: progress(stage, done, total, note), threads=runtime.compile_threads(), store=store
     )
     seconds = time.perf_counter() - started
-    log.info("%s: all programs ready after %.1f s", stage, seconds)
+    log.info(
+        "%s: all programs ready after %.1f s, %d of %d kept from an earlier start",
+        stage,
+        seconds,
+        programs.num_loaded,
+        programs.number,
+    )
     return seconds
+
+
+def _warner(progress: ProgressFn) -> Callable[[str], None]:
+    """Says what a user must know: to the progress display that can, or to the log as a warning."""
+    message = getattr(progress, "message", None)
+    return log.warning if message is None else lambda text: message(f"warning: {text}")
+
+
+def _warm_up(
+    programs: ProgramSet, progress: ProgressFn, stage: str, store: ProgramStore | None
+) -> tuple[DeviceState, float]:
+    """Allocate the pools and run every program once; kept programs that fail are compiled anew.
+
+    Returns:
+        The pools, and the seconds that compiling anew took.
+    """
+    try:
+        return programs.warm_up(init_device_state(programs.shapes, programs.device)), 0.0
+    except Exception as error:
+        if store is None or not programs.num_loaded or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        failure = str(error)
+    # Only here is nothing left that holds the first pools.
+    programs.discard_loaded(store, f"a program that was loaded failed at its first run: {failure}")
+    seconds = _compile(programs, progress, stage, store)
+    return programs.warm_up(init_device_state(programs.shapes, programs.device)), seconds

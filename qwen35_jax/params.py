@@ -57,6 +57,7 @@ class ParamPack:
     Attributes:
         config: the model's numbers.
         dtype: dtype of matrices and activations.
+        kernels: kernel implementation that unpacked models use.
         specs: shape and dtype of every parameter by path, in the order of :meth:`assemble`.
         leaves: the arrays of the packed tuple, in order.
     """
@@ -72,6 +73,7 @@ class ParamPack:
         model = nnx.eval_shape(lambda: Qwen35(config, kernels=kernels, param_dtype=dtype))
         self.config = config
         self.dtype = model.dtype
+        self.kernels = kernels
         self._graphdef, state = nnx.split(model)
         self._variables = _flat_variables(state)  # abstract: they hold shapes, and the kinds of parameters
         specs = {path: variable.get_value() for path, variable in self._variables.items()}

@@ -1,12 +1,16 @@
 """The set of compiled programs of one device.
 
-Everything is compiled ahead of the first request (:meth:`ProgramSet.compile`), so that no shape, option or dtype can
-cause a compile later; :class:`CompileCounter` is the proof.
+Everything is compiled ahead of the first request (:meth:`ProgramSet.compile`), or loaded from what an earlier start has
+kept, so that no shape, option or dtype can cause a compile later; :class:`CompileCounter` is the proof.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from qwen35_jax import sampling
+from pallas_kernels import registry
+from qwen35_jax import runtime, sampling
 from qwen35_jax.cache import Cache
-from qwen35_jax.steps import DeviceState, ProgramKey, StepSpec, layout_of, make_step
+from qwen35_jax.program_key import circumstances, digest
+from qwen35_jax.program_store import Program, ProgramStore, Signature
+from qwen35_jax.steps import DeviceState, ProgramKey, StepSpec, layout_of, make_step, result_shape
 from qwen35_jax.transfer import make_extract, make_fill, make_merge, transfer_bytes
+
+log = logging.getLogger(__name__)
 
 # From so many tokens on the library's products win; trying generated ones as well is most of the time of a compile.
 _LIBRARY_PRODUCTS = 512
@@ -41,6 +50,41 @@ def free_device_state(state: DeviceState) -> None:
     """Give a device's pools and records back, as far as a dispatch has not taken them already."""
     for leaf in jax.tree.leaves(state):
         leaf.delete()
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program that is to be had.
+
+    Attributes:
+        name: for whoever reads the log.
+        function: what it computes.
+        arguments: its arguments, as shapes.
+        donated: which of them it consumes.
+        result: its result, as shapes.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...]
+    result: Any
+
+    def trace(self) -> jax.stages.Traced:
+        """The function in JAX's terms."""
+        return jax.jit(self.function, donate_argnums=self.donated).trace(*self.arguments)
+
+    @property
+    def signature(self) -> Signature:
+        """What the executable takes, consumes and gives."""
+        donated = [i in self.donated for i, part in enumerate(self.arguments) for _ in jax.tree.leaves(part)]
+        takes = [_typed(x) for x in jax.tree.leaves(self.arguments)]
+        return Signature(
+            jax.tree.structure((self.arguments, {})),
+            jax.tree.structure(self.result),
+            tuple((*typed, consumed) for typed, consumed in zip(takes, donated, strict=True)),
+            tuple(_typed(x) for x in jax.tree.leaves(self.result)),
+        )
 
 
 class ProgramSet:
@@ -73,73 +117,173 @@ class ProgramSet:
         self._sharding = SingleDeviceSharding(device)
         self._extract_widths, self._merge_widths, self._fill_width = extract_widths, merge_widths, fill_width
         self._layouts = {(key.kind, key.bucket): layout_of(key.kind, key.bucket) for key in keys}
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._programs: dict[Any, Program] = {}
+        self._loaded: dict[Any, str] = {}  # those from the store, with their names there
 
     def _struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
-    def _jobs(self) -> dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]]:
-        """Name and lowering of every executable, in the order in which they are compiled."""
+    def jobs(self) -> dict[Any, Job]:
+        """Every executable in the order in which they are lowered: those that take longest to compile first.
+
+        The order is fixed, so that names and numbers that JAX gives inside of programs are the same in every process.
+        """
         params = tuple(self._struct(x.shape, x.dtype) for x in self.params)
         state = jax.tree.map(lambda x: self._struct(x.shape, x.dtype), self.shapes)
 
-        def step_job(key: ProgramKey):
-            packed = tuple(self._struct((words,), jnp.int32) for words in self._layouts[key.kind, key.bucket].pieces)
-            return lambda: jax.jit(make_step(self._spec, key), donate_argnums=1).lower(params, state, packed)
+        def places(width: int) -> jax.ShapeDtypeStruct:
+            return self._struct((1 + width,), jnp.int32)
 
-        jobs: dict[Any, tuple[str, Callable[[], jax.stages.Lowered]]] = {}
-        for key in self.keys:
-            jobs[key] = (str(key), step_job(key))
+        jobs: dict[Any, Job] = {}
+        for key in sorted(self.keys, key=_compile_time, reverse=True):
+            packed = tuple(self._struct((words,), jnp.int32) for words in self._layouts[key.kind, key.bucket].pieces)
+            step, results = make_step(self._spec, key), self._struct(result_shape(key), jnp.int32)
+            jobs[key] = Job(str(key), step, (params, state, packed), (1,), (state, results))
         for width in self._extract_widths:
-            places = self._struct((1 + width,), jnp.int32)
-            jobs["extract", width] = (
-                f"extract W={width}",
-                lambda w=width, p=places: jax.jit(make_extract(self.shapes, w)).lower(state, p),
-            )
-        for width in self._merge_widths:
-            places = self._struct((1 + width,), jnp.int32)
+            extract = make_extract(self.shapes, width)
             data = self._struct((transfer_bytes(self.shapes, width),), jnp.uint8)
-            jobs["merge", width] = (
-                f"merge W={width}",
-                lambda w=width, d=data, p=places: jax.jit(make_merge(self.shapes, w), donate_argnums=0).lower(
-                    state, d, p
-                ),
-            )
-        value, places = self._struct((), jnp.float32), self._struct((1 + self._fill_width,), jnp.int32)
-        jobs["fill"] = ("fill", lambda: jax.jit(make_fill(), donate_argnums=0).lower(state, value, places))
+            jobs["extract", width] = Job(f"extract W={width}", extract, (state, places(width)), (), data)
+        for width in self._merge_widths:
+            data = self._struct((transfer_bytes(self.shapes, width),), jnp.uint8)
+            merge = make_merge(self.shapes, width)
+            jobs["merge", width] = Job(f"merge W={width}", merge, (state, data, places(width)), (0,), state)
+        fill = (state, self._struct((), jnp.float32), places(self._fill_width))
+        jobs["fill"] = Job("fill", make_fill(), fill, (0,), state)
         return jobs
+
+    def ingredients(self, key: Any, job: Job) -> dict[str, Any]:
+        """What decides a program's executable, as plain values: what its key in a :class:`ProgramStore` is made of."""
+        pack = self._spec.pack
+        leaves = [[leaf.name, leaf.paths, leaf.stacked, *_typed(leaf.spec)] for leaf in pack.leaves]
+        return self._circumstances | {
+            "program": [repr(key), job.name, job.donated],
+            "arguments": [_typed(x) for x in jax.tree.leaves(job.arguments)],
+            "options": compiler_options(key, self.device.platform),
+            "model": dataclasses.asdict(pack.config),
+            "parameters": [str(pack.dtype), leaves],
+            "kernels": pack.kernels,
+            "num_valid": self._spec.num_valid,
+            "state": [_typed(x) for x in jax.tree.leaves(self.shapes)],
+        }
+
+    @functools.cached_property
+    def _circumstances(self) -> dict[str, Any]:
+        return circumstances(self.device)
 
     @property
     def number(self) -> int:
         """Executables in all, transfers included."""
         return len(self.keys) + len(self._extract_widths) + len(self._merge_widths) + 1
 
-    def compile(self, progress: Callable[[int, int, str, float], None] | None = None, threads: int = 2) -> None:
-        """Trace, lower and compile every program.
+    def compile(
+        self,
+        progress: Callable[[int, int, str], None] | None = None,
+        threads: int = 2,
+        store: ProgramStore | None = None,
+    ) -> None:
+        """Load every program that is not there yet from the store, or trace, lower and compile it.
+
+        One thread traces and lowers in a fixed order, which the interpreter's lock would make one at a time anyway;
+        others compile what it has lowered. Threads that race would make texts of programs that no later process has,
+        and JAX's own cache goes by the text. With a store that cache is out of use meanwhile: what it supplies cannot
+        be serialized on every backend, so that a file that is missing would never come back.
 
         Args:
-            progress: called as ``progress(done, total, name, seconds)`` after each program.
-            threads: compiles at once; tracing holds the interpreter lock, XLA's part does not.
+            progress: called as ``progress(done, total, note)`` after each program that is compiled.
+            threads: programs that are loaded or compiled at once; XLA's part does not hold the interpreter's lock.
+            store: programs of earlier starts; gets those that are compiled now.
         """
-        jobs = self._jobs()
+        jobs = {key: job for key, job in self.jobs().items() if key not in self._programs}
+        total = self.number
 
-        def build(item):
-            key, (name, lower) = item
-            started = time.perf_counter()
-            compiled = lower().compile(compiler_options=compiler_options(key, self.device.platform))
-            return key, name, compiled, time.perf_counter() - started
+        def report(note: str) -> None:
+            if progress is not None:
+                progress(len(self._programs), total, note)
 
-        with concurrent.futures.ThreadPoolExecutor(max_workers=threads) as pool:
-            futures = [pool.submit(build, item) for item in jobs.items()]
+        own_cache = contextlib.nullcontext() if store is None else runtime.without_compilation_cache()
+        with own_cache, concurrent.futures.ThreadPoolExecutor(max_workers=threads) as pool:
+            pending: set[concurrent.futures.Future] = set()
+
+            def collect(timeout: float | None) -> None:
+                done, rest = concurrent.futures.wait(pending, timeout, concurrent.futures.FIRST_COMPLETED)
+                pending.intersection_update(rest)
+                for future in done:
+                    key, program, seconds = future.result()
+                    self._programs[key] = program
+                    report(f"bucket {jobs[key].name} took {seconds:.1f} s")
+
             try:
-                for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                    key, name, compiled, seconds = future.result()
-                    self._compiled[key] = compiled
-                    if progress is not None:
-                        progress(done, len(jobs), name, seconds)
+                names: dict[Any, str] = {}
+                if store is not None:
+                    names = {key: digest(self.ingredients(key, job)) for key, job in jobs.items()}
+                    self._load(jobs, names, store, pool)
+                    if self._loaded:
+                        report(f"{len(self._loaded)} are kept from an earlier start")
+                for key, job in jobs.items():
+                    if key in self._programs:
+                        continue
+                    started = time.perf_counter()
+                    lowered = job.trace().lower()
+                    spent = time.perf_counter() - started
+                    pending.add(pool.submit(self._build, key, job, lowered, spent, store, names.get(key)))
+                    collect(0)
+                while pending:
+                    collect(None)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def _load(
+        self,
+        jobs: Mapping[Any, Job],
+        names: Mapping[Any, str],
+        store: ProgramStore,
+        pool: concurrent.futures.Executor,
+    ) -> None:
+        loads = {key: pool.submit(store.load, names[key], job.signature, self.device) for key, job in jobs.items()}
+        found = {key: load.result() for key, load in loads.items()}
+        self._programs |= {key: program for key, program in found.items() if program is not None}
+        self._loaded |= {key: names[key] for key in found if found[key] is not None}
+        for line in sorted({line for key in self._loaded for line in self._programs[key].kernels}):
+            log.info("%s, in programs kept from an earlier start", line)
+
+    def _build(
+        self,
+        key: Any,
+        job: Job,
+        lowered: jax.stages.Lowered,
+        spent: float,
+        store: ProgramStore | None,
+        name: str | None,
+    ) -> tuple[Any, Program, float]:
+        started = time.perf_counter()
+        compiled = lowered.compile(compiler_options=compiler_options(key, self.device.platform))
+        program = Program(compiled, compiled.memory_analysis().temp_size_in_bytes, self._kernels())
+        if store is not None and name is not None:
+            store.save(name, job.signature, program)
+        return key, program, spent + time.perf_counter() - started
+
+    def _kernels(self) -> tuple[str, ...]:
+        """Choices of kernels so far; what another program has traced is not traced again, so none has its own."""
+        return tuple(
+            f"{op.name}: {asked} -> {chosen}"
+            for op in registry.all_ops()
+            for asked, chosen, target in op.choices
+            if asked == registry.implementation_of(self._spec.pack.kernels, op.name)
+            and target.device_kind == self.device.device_kind
+        )
+
+    @property
+    def num_loaded(self) -> int:
+        """Executables that came from the store."""
+        return len(self._loaded)
+
+    def discard_loaded(self, store: ProgramStore, reason: str) -> None:
+        """Forget every program that came from the store, there as well; :meth:`compile` makes them anew."""
+        for key in self._loaded:
+            del self._programs[key]
+        store.discard(list(self._loaded.values()), reason)
+        self._loaded.clear()
 
     def warm_up(self, state: DeviceState) -> DeviceState:
         """Run every program once on padding alone, so that nothing is loaded or tuned at the first request.
@@ -160,17 +304,17 @@ class ProgramSet:
                 state = self.merge(state, width, data, 0, ())
         return self.fill(state, 0.0, 0, ())
 
-    def memory(self) -> dict[str, Any]:
-        """XLA's memory analysis of every compiled program, by name."""
-        return {str(key): compiled.memory_analysis() for key, compiled in self._compiled.items()}
-
     def scratch_bytes(self) -> int:
         """The most scratch that any compiled program takes, beside its arguments and results."""
-        return max(analysis.temp_size_in_bytes for analysis in self.memory().values())
+        return max(program.scratch for program in self._programs.values())
+
+    def executables(self) -> dict[Any, jax.stages.Compiled]:
+        """Every compiled executable by key (for inspection by tests and profilers)."""
+        return {key: program.compiled for key, program in self._programs.items()}
 
     def executable(self, key: Any) -> jax.stages.Compiled:
-        """The compiled executable of a key (for inspection by tests and profilers)."""
-        return self._compiled[key]
+        """The compiled executable of a key."""
+        return self._programs[key].compiled
 
     def put(self, arrays: np.ndarray | tuple[np.ndarray, ...]) -> Any:
         """Host data (an array or a tuple of arrays) becomes device data here and nowhere else."""
@@ -178,11 +322,11 @@ class ProgramSet:
 
     def run(self, key: ProgramKey, state: DeviceState, fields: Mapping[str, np.ndarray]):
         """Dispatch a program; returns ``(state, results)`` without waiting. ``state`` is consumed."""
-        compiled = self._compiled.get(key)
-        if compiled is None:
+        program = self._programs.get(key)
+        if program is None:
             raise KeyError(f"program {key} was not compiled ahead; the ladder and the plan disagree")
         packed = self.put(self._layouts[key.kind, key.bucket].pack(fields))
-        return compiled(self.params, state, packed)
+        return program.compiled(self.params, state, packed)
 
     def _places(self, width: int, slot: int, pages: tuple[int, ...]) -> jax.Array:
         places = np.zeros(1 + width, np.int32)
@@ -192,19 +336,29 @@ class ProgramSet:
 
     def extract(self, state: DeviceState, width: int, slot: int, pages: tuple[int, ...]) -> jax.Array:
         """A request's slot, records and pages as one ``uint8`` array on this device."""
-        return self._compiled["extract", width](state, self._places(width, slot, pages))
+        return self._programs["extract", width].compiled(state, self._places(width, slot, pages))
 
     def merge(self, state: DeviceState, width: int, data: jax.Array, slot: int, pages: tuple[int, ...]) -> DeviceState:
         """Write an extracted request into this device's pools; ``state`` is consumed."""
-        return self._compiled["merge", width](state, data, self._places(width, slot, pages))
+        return self._programs["merge", width].compiled(state, data, self._places(width, slot, pages))
 
     def fill(self, state: DeviceState, value: float, slot: int, pages: tuple[int, ...]) -> DeviceState:
         """Overwrite a slot and pages with ``value``; ``state`` is consumed."""
         for start in range(0, max(1, len(pages)), self._fill_width):
             part = pages[start : start + self._fill_width]
             places = self._places(self._fill_width, slot, part)
-            state = self._compiled["fill"](state, self.put(np.asarray(value, np.float32)), places)
+            state = self._programs["fill"].compiled(state, self.put(np.asarray(value, np.float32)), places)
         return state
+
+
+def _compile_time(key: ProgramKey) -> tuple[Any, ...]:
+    """Orders programs by how long they are believed to take."""
+    bucket = key.bucket
+    return (bucket.tokens, bucket.rows, key.steps, bucket.requests, bucket.width, key.variant == "full", key.kind)
+
+
+def _typed(x: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(x.shape), np.dtype(x.dtype).name
 
 
 def compiler_options(key: Any, platform: str) -> dict[str, Any]:

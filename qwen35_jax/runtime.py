@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from qwen35_jax.errors import UserInputError
 
 log = logging.getLogger(__name__)
+
+JAX_SUBDIRECTORY = "jax"
+"""Where JAX's own cache is, inside ``compilation_cache_dir``: it has the small programs outside of an engine's set."""
 
 _GPU_RESERVE = 0.02  # share of the allocator's arena left for fragmentation
 _CPU_SHARE = 0.5  # share of the host's free memory that pools may plan with: the job's own data lives there too
 
 
 def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) -> None:
-    """Set up the backend: allocator arena and persistent compilation cache.
+    """Set up the backend: allocator arena, text of programs and JAX's own persistent cache, in a folder of its own.
 
     The arena's size can only be set before the backend starts; a process that already uses a GPU keeps its own.
 
@@ -24,16 +30,33 @@ def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) ->
         UserInputError: the cache cannot be where it should.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
+    # A kernel's text holds the locations of its operations, and JAX's cache goes by the text. Python's stack of a trace
+    # depends on which program came first to a function that several share.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     if compilation_cache_dir:
+        jax_cache = os.path.join(compilation_cache_dir, JAX_SUBDIRECTORY)
         try:
-            os.makedirs(compilation_cache_dir, exist_ok=True)
+            os.makedirs(jax_cache, exist_ok=True)
         except OSError as error:
             raise UserInputError(
                 f"compilation_cache_dir {compilation_cache_dir!r} cannot be a directory: {error.strerror}"
             ) from error
-        jax.config.update("jax_compilation_cache_dir", compilation_cache_dir)
+        jax.config.update("jax_compilation_cache_dir", jax_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """JAX's persistent cache is out of use in this process while the context is open, whoever has set it up."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # JAX looks at the setting once, then keeps what it has opened
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        compilation_cache.reset_cache()
 
 
 def devices() -> list[jax.Device]:

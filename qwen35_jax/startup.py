@@ -15,9 +15,11 @@ class StartReport:
         plan: the memory plan of the main device.
         scratch: bytes of scratch of the main device's largest program, for which the plan has its workspace.
         load_s: reading weights (or drawing random ones) and putting them on the device.
-        compile_s: tracing, lowering and compiling every program, of both devices in ``device`` overlap.
+        compile_s: loading every program, or tracing, lowering and compiling it; of both devices in ``device`` overlap,
+            and including those that were loaded, failed at their first run and were compiled then.
         warm_up_s: allocating the pools and running every program once.
-        num_programs: executables that were made.
+        num_programs: executables in all.
+        num_loaded: those of them that an earlier start has kept (see :mod:`qwen35_jax.program_store`).
     """
 
     plan: MemoryPlan
@@ -26,3 +28,9 @@ class StartReport:
     compile_s: float
     warm_up_s: float
     num_programs: int
+    num_loaded: int = 0
+
+    @property
+    def num_compiled(self) -> int:
+        """Executables that were traced, lowered and compiled."""
+        return self.num_programs - self.num_loaded

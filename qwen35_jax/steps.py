@@ -159,6 +159,11 @@ def result_columns(variant: Variant) -> int:
     return 2 if variant == "greedy" else _RESULT_HEAD + 2 * TOP_LOGPROBS
 
 
+def result_shape(key: ProgramKey) -> tuple[int, int]:
+    """Shape of a program's results: a row for each prefill request, then one for each decode row and step."""
+    return key.bucket.requests + key.bucket.rows * key.steps, result_columns(key.variant)
+
+
 def _result_rows(out: sampling.SampleOutput, variant: Variant) -> jax.Array:
     """Pack a sampler's output as int32 rows, floats bitcast."""
     head = [out.tokens, out.finite.astype(jnp.int32)]

@@ -191,6 +191,8 @@ def start_metrics(engine: Engine) -> dict[str, Any]:
             "compile_s": report.compile_s,
             "warm_up_s": report.warm_up_s,
             "programs": report.num_programs,
+            "programs_loaded": report.num_loaded,
+            "programs_compiled": report.num_compiled,
             "planned_memory_gib": report.plan.total / 2**30,
             "planned_scratch_gib": report.plan.workspace / 2**30,
             "scratch_gib": report.scratch / 2**30,

@@ -251,8 +251,8 @@ def scopes_of(hlo_text: str) -> dict[str, str]:
     A fusion that has none of its own takes that of its last operation, or of any operation in it.
 
     Args:
-        hlo_text: ``compiled.as_text()``. A program from a compilation cache has the scopes of when it was compiled:
-            they are no part of the cache's key.
+        hlo_text: ``compiled.as_text()``. A program from JAX's compilation cache has the scopes of when it was compiled:
+            they are no part of that cache's key. Without a text the profiler's own names have to do.
     """
     scopes: dict[str, str] = {}
     roots: dict[str, str] = {}  # computation -> scope of its root, or of the latest instruction that has one

@@ -10,9 +10,12 @@ import jax
 
 from qwen35_jax.bench.loops import Load, LoadRun
 from qwen35_jax.bench.workload import WorkItem, Workload
+from qwen35_jax.errors import UserInputError
+from qwen35_jax.program_store import SUBDIRECTORY, stored_programs
 
 if TYPE_CHECKING:
     from qwen35_jax.engine import Engine
+    from qwen35_jax.startup import StartReport
 
 StartKind = Literal["cold", "warm"]
 
@@ -33,7 +36,7 @@ def process_age() -> float | None:
 
 
 class CacheCounter:
-    """Counts what the persistent compilation cache had and what it lacked, through ``jax.monitoring`` events.
+    """Counts what JAX's persistent compilation cache had and what it lacked, through ``jax.monitoring`` events.
 
     Attributes:
         hits: programs that were read from the cache.
@@ -62,14 +65,32 @@ def first_token_s(engine: Engine, item: WorkItem) -> float:
     return LoadRun(engine, first, Load("throughput"), prefix="first-").run().duration
 
 
-def start_failure(kind: StartKind, cache: CacheCounter) -> str | None:
+def check_start(kind: StartKind, compilation_cache_dir: str | None) -> None:
+    """Refuse, before an engine is made, a start that cannot be of the kind that is asked for.
+
+    Raises:
+        UserInputError: a warm start without a directory of programs, or a cold one with programs in it.
+    """
+    if kind == "warm" and not compilation_cache_dir:
+        raise UserInputError("--start_cell=warm needs --compilation_cache_dir, where an earlier start kept programs")
+    if kind == "cold" and compilation_cache_dir:
+        directory = os.path.join(compilation_cache_dir, SUBDIRECTORY)
+        if number := stored_programs(directory):
+            raise UserInputError(f"--start_cell=cold needs an empty store of programs; {directory} has {number}")
+
+
+def start_failure(kind: StartKind, report: StartReport | None, cache: CacheCounter) -> str | None:
     """Why a start was not of the kind that its record claims, or None.
 
-    A warm start finds every program in the cache; a cold one finds hardly any (the same small program may be asked for
-    twice in one start).
+    A warm start loads every program of the engine from the store of compiled programs. A cold one loads none, and
+    finds hardly any of the small ones in JAX's own cache (the same may be asked for twice in one start).
     """
-    if kind == "warm" and (not cache.hits or cache.misses):
-        return f"not a warm start: {cache.hits} programs came from the compilation cache, {cache.misses} did not"
+    if report is None:
+        return f"not known to be a {kind} start: the engine has no report of its start"
+    if kind == "warm" and report.num_compiled:
+        return f"not a warm start: {report.num_compiled} of {report.num_programs} programs were compiled"
+    if kind == "cold" and report.num_loaded:
+        return f"not a cold start: {report.num_loaded} of {report.num_programs} programs are from an earlier start"
     if kind == "cold" and cache.hits > cache.misses:
         return f"not a cold start: {cache.hits} programs came from the compilation cache"
     return None

@@ -126,6 +126,7 @@ def _run(argv: Sequence[str], make_engine: Callable[..., Engine] | None) -> int:
     # Everything that can be wrong is looked at before the engine is made.
     from qwen35_jax.bench.cells import CellOptions
     from qwen35_jax.bench.records import read_records
+    from qwen35_jax.bench.start import CacheCounter, check_start
     from qwen35_jax.llm import engine_config
     from qwen35_jax.progress import Progress
 
@@ -137,12 +138,12 @@ def _run(argv: Sequence[str], make_engine: Callable[..., Engine] | None) -> int:
     if line.results and os.path.exists(line.results):
         read_records(line.results)
     config = engine_config(_engine_options(line, specs))
+    if line.start_cell is not None:
+        check_start(line.start_cell, config.compilation_cache_dir)
     for spec in specs:
         spec.name(size, config)
 
     progress = Progress()
-    from qwen35_jax.bench.start import CacheCounter
-
     cache = CacheCounter()
     with _model_dir(line.model, model_config) as directory:
         engine = (make_engine or _make_engine)(directory, config, progress)
@@ -337,7 +338,7 @@ class _Session:
             checks={"compiles_after_warmup": self._engine.compiles_after_warmup},
             device=self._engine.programs.device,
         )
-        failure = start_failure(kind, cache)
+        failure = start_failure(kind, self._engine.start_report, cache)
         self._print(record, [failure] if failure else [])
         self._write(record, [failure] if failure else [])
         return record

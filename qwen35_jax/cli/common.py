@@ -38,7 +38,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "async_chunks": "Most prompt chunks in flight with --decode_overlap=device.",
     "seed": "Seed of rows that bring none; random bits derive from it and from the row's custom_id.",
     "load_format": "auto, or random for random weights (the directory then needs no weights).",
-    "compilation_cache_dir": "Where compiled programs are kept, so that the next start is faster.",
+    "compilation_cache_dir": "Where compiled programs are kept; the next start loads them. Keep it to yourself.",
     "enable_prefix_caching": "Not supported yet.",
     "tensor_parallel_size": "Only 1 is supported yet.",
     "data_parallel_size": "Only 1 is supported yet.",

@@ -153,6 +153,8 @@ def test_memory_and_start_are_those_of_the_engine(engine):
         "compile_s": report.compile_s,
         "warm_up_s": report.warm_up_s,
         "programs": report.num_programs,
+        "programs_loaded": 0,
+        "programs_compiled": report.num_programs,
         "planned_memory_gib": report.plan.total / 2**30,
         "planned_scratch_gib": report.plan.workspace / 2**30,
         "scratch_gib": report.scratch / 2**30,

@@ -16,6 +16,7 @@ from qwen35_jax.cli import bench
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
+from qwen35_jax.startup import StartReport
 from tests import engine_kit
 
 pytestmark = pytest.mark.timeout(200)
@@ -152,9 +153,21 @@ def test_a_compile_while_profiling_fails_the_cell_and_keeps_what_was_measured(ru
     assert record.checks["compiles_after_warmup"] == 0 and record.checks["profile"] == "not finished"
 
 
-def test_a_start_that_is_not_what_it_claims_fails(run):
-    assert run(*QUICK, "--cells=throughput:9x1:1", "--start_cell=warm") == 1  # the kit's programs come from no cache
-    assert "start/tiny-4b@fp32: FAILED: not a warm start: 0 programs came from the compilation cache" in run.err
+def test_a_start_that_is_not_what_it_claims_fails(run, tmp_path):
+    words = ("--cells=throughput:9x1:1", "--start_cell=warm", f"--compilation_cache_dir={tmp_path}")
+    assert run(*QUICK, *words) == 1  # the kit's programs come from no cache
+    assert "start/tiny-4b@fp32: FAILED: not a warm start: 5 of 5 programs were compiled" in run.err
+
+
+def test_a_cold_start_needs_an_empty_store_and_a_warm_one_a_directory(run, tmp_path):
+    words = (*QUICK, "--cells=throughput:9x1:1", f"--compilation_cache_dir={tmp_path}")
+    (tmp_path / "programs").mkdir()
+    assert run(*words, "--start_cell=cold") == 0
+    (tmp_path / "programs" / "ab.program").touch()
+    assert run(*words, "--start_cell=cold") == 2 and run.config is None
+    assert f"--start_cell=cold needs an empty store of programs; {tmp_path / 'programs'} has 1" in run.err
+    assert run(*words[:-1], "--start_cell=warm") == 2 and run.config is None
+    assert "--start_cell=warm needs --compilation_cache_dir" in run.err
 
 
 def test_an_engine_that_breaks_is_one_line_and_exit_code_1(run, monkeypatch):
@@ -262,13 +275,26 @@ def test_a_cache_counter_counts_until_it_is_closed():
     cache.close()
     jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
     assert (cache.hits, cache.misses) == (1, 2)
-    assert start.start_failure("cold", cache) is None
-    assert (
-        start.start_failure("warm", cache) == "not a warm start: 1 programs came from the compilation cache, 2 did not"
-    )
-    cache.hits, cache.misses = 9, 0
-    assert start.start_failure("warm", cache) is None
-    assert start.start_failure("cold", cache) == "not a cold start: 9 programs came from the compilation cache"
+
+
+@pytest.mark.parametrize(
+    ("kind", "loaded", "hits", "message"),
+    [
+        ("warm", 5, 0, None),
+        ("warm", 4, 9, "not a warm start: 1 of 5 programs were compiled"),
+        ("warm", 0, 9, "not a warm start: 5 of 5 programs were compiled"),
+        ("cold", 0, 2, None),
+        ("cold", 1, 0, "not a cold start: 1 of 5 programs are from an earlier start"),
+        ("cold", 0, 3, "not a cold start: 3 programs came from the compilation cache"),
+    ],
+)
+def test_a_start_is_of_the_kind_that_it_claims(kind, loaded, hits, message):
+    report = StartReport(None, 0, 1.0, 1.0, 1.0, num_programs=5, num_loaded=loaded)
+    cache = start.CacheCounter()
+    cache.close()
+    cache.hits, cache.misses = hits, 2
+    assert start.start_failure(kind, report, cache) == message
+    assert "has no report of its start" in start.start_failure(kind, None, cache)
 
 
 def test_the_command_is_installed():

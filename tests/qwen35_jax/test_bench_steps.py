@@ -1,6 +1,7 @@
 """Single steps measured on a real engine, and the script that profiles them."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -147,6 +148,16 @@ def test_a_failed_dispatch_leaves_fresh_pools(engine, monkeypatch):
 def test_trace_of_a_step_on_a_cpu(engine):
     trace = steps.trace_step(engine, steps.decode_load(engine, 2, 10), dispatches=1)
     assert trace.events or "no device events" in trace.note
+
+
+def test_a_program_without_a_text_is_traced_all_the_same(engine, monkeypatch):
+    load, asked = steps.decode_load(engine, 2, 10), []
+    monkeypatch.setattr(steps, "profile", lambda function, directory, scopes: asked.append(scopes) or function())
+    steps.trace_step(engine, load, dispatches=1)
+    silent = mock.Mock(as_text=lambda: None)
+    monkeypatch.setattr(engine.programs, "executable", lambda key: silent)
+    steps.trace_step(engine, load, dispatches=1)
+    assert asked[0] and asked[1] == {}
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

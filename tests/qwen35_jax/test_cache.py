@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from qwen35_jax.cache import MemoryPlanError, cache_shapes, page_bytes, plan_memory, slot_bytes, tree_bytes
+from qwen35_jax.cache import MemoryPlanError, cache_shapes, page_bytes, plan_memory, round_down, slot_bytes, tree_bytes
 from qwen35_jax.config import ModelConfig
 
 GIB = 2**30
@@ -31,7 +31,7 @@ def test_the_plan_counts_what_is_allocated():
     pools = cache_shapes(MODEL, found.num_pages, found.num_seqs + 1, BF16, F32)
     assert found.pools == tree_bytes(pools)
     assert found.total <= found.limit
-    assert found.total + page_bytes(MODEL, BF16) > found.limit, "memory is left unused"
+    assert found.total + page_bytes(MODEL, BF16) + found.pools // 64 > found.limit, "memory is left unused"
     assert (found.num_seqs, found.max_model_len, found.warnings) == (256, 262144, ())
 
 
@@ -82,3 +82,28 @@ def test_pages_asked_for_bound_a_default_length_and_refuse_a_longer_asked_one():
 def test_the_head_of_every_row_is_counted():
     few, many = plan(100, sampled_rows=256), plan(100, max_num_seqs=1024, sampled_rows=1024)
     assert many.workspace - few.workspace > 768 * MODEL.vocab_size * 4
+
+
+def test_rounding_takes_less_than_a_hundredth_and_never_adds():
+    assert [round_down(n) for n in (-5, 0, 1, 200, 255, 256, 257, 511, 512, 1023)] == [
+        *(0, 0, 1, 200, 255),
+        *(256, 256, 510, 512, 1020),
+    ]
+    for n in (3 * GIB + 12345, 141 * 10**9 + 7, 2**62 - 1):
+        assert n - n // 128 <= round_down(n) <= n
+        assert round_down(round_down(n)) == round_down(n)
+
+
+@pytest.mark.parametrize("limit_gib", (13.5, 16, 24, 40, 140))
+@pytest.mark.parametrize("num_kv_pages", (None, 300))
+def test_sizes_do_not_follow_every_byte_of_free_memory(limit_gib, num_kv_pages):
+    """They decide which compiled programs of an earlier start are of use: a step is about a hundredth of the pools."""
+
+    def sizes(limit: float) -> tuple[int, int, int]:
+        found = plan(limit, num_kv_pages=num_kv_pages)
+        assert found.total <= found.limit
+        return found.num_pages, found.num_seqs, found.max_model_len
+
+    span = limit_gib / 20
+    near = [sizes(limit_gib + span * i / 400) for i in range(400)]  # five per cent more, in steps of megabytes
+    assert len(set(near)) <= 60

@@ -430,7 +430,7 @@ def test_no_admission_while_a_chunk_is_in_flight(jobs):
 def test_programs_update_the_pools_in_place(mode):
     for programs in filter(None, (kit(mode).programs, kit(mode).other)):
         kv_bytes, state_bytes = tree_bytes(programs.shapes.cache.kv), tree_bytes(programs.shapes.cache.state)
-        for key in programs._compiled:
+        for key in programs.executables():
             if isinstance(key, tuple) and key[0] == "extract":
                 continue  # reads only
             memory = programs.executable(key).memory_analysis()
