@@ -7,8 +7,8 @@ the threads do.
 
 Tiles lie on a grid of the pack. One that belongs to a single request goes the fast way; one with the end of a request
 in it, or with pads, is computed row by row and stored from registers. The block that has the first token of a request
-also replaces its tail, and no block begins within the first three tokens of a request (the block before takes them over),
-so that nobody else needs the old tail: one kernel, in place, without a race.
+also replaces its tail, and no block begins within the first three tokens of a request (the block before takes them
+over), so that nobody else needs the old tail: one kernel, in place, without a race.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
-from pallas_kernels.causal_conv.mosaic_sm90 import pick, silu_twice_rounded
+from pallas_kernels.causal_conv.mosaic_rows import THREADS, adjacent_channels, pick, silu_twice_rounded
 from pallas_kernels.gpu_support import require, require_nvidia
 
-THREADS = 128
 COPY_BYTES = 16  # what the copy engine needs rows of an array to be a multiple of
 MAX_STRIP = 256  # rows of a tile that the copy engine moves in one piece
 
@@ -135,7 +134,7 @@ class _Requests(NamedTuple):
         return found
 
     def edge(self, token):
-        """Where a span begins that should begin at a token: behind the third token of a request, or before its first."""
+        """Where a span begins that should begin at a token: behind a request's second and third, never at them."""
         request = self.of(token)
         begin, end = self.begin(request), self.end(request)
         inside = (request < self.count) & (token > begin) & (token < begin + 3)
@@ -162,7 +161,7 @@ def _kernel(
     num_tokens = y_ref.shape[0]
     requests = _Requests(layer_ref, slot_ids_ref, has_state_ref, cu_seqlens_ref, num_requests, num_tokens)
     channels = pl.ds(lax.axis_index("strip") * strip, strip)
-    layout = _layout(strip)
+    layout = adjacent_channels(strip)
 
     def body(tiles_ref, loaded):
         _span(
@@ -199,9 +198,7 @@ def _span(
 
     def fetch(index):
         stage = lax.rem(index, stages)
-        plgpu.copy_gmem_to_smem(
-            x_ref.at[pl.ds(base(index), rows), channels], tiles_ref.at[stage], loaded.at[stage]
-        )
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(base(index), rows), channels], tiles_ref.at[stage], loaded.at[stage])
 
     for index in range(stages):
         pl.when(index < own)(functools.partial(fetch, jnp.int32(index)))
@@ -225,7 +222,7 @@ def _span(
         total = wide[0] * taps[0]
         for tap in range(1, 4):
             total = total + wide[tap] * taps[tap]
-        return silu_twice_rounded(total, dtype), tuple(wide[1:])
+        return silu_twice_rounded(total, dtype, packed=strip > THREADS), tuple(wide[1:])
 
     def enter(request):
         """The window before a request's first token; its tail is replaced."""
@@ -307,10 +304,3 @@ def _span(
     window = tuple(row.astype(jnp.float32) for row in before)
     lax.fori_loop(0, count, one_tile, (requests.of(start), *window))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
-
-
-def _layout(strip: int):
-    """Adjacent channels a thread. Not WG_STRIDED, whose loads and stores are cut into single elements."""
-    vector = strip // THREADS
-    tiles = ((strip,), (32 * vector,), (vector,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
