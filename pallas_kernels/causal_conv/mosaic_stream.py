@@ -28,6 +28,7 @@ from pallas_kernels.causal_conv.mosaic_rows import THREADS, adjacent_channels, p
 from pallas_kernels.gpu_support import require, require_nvidia
 
 COPY_BYTES = 16  # what the copy engine needs rows of an array to be a multiple of
+SLOW_ROWS = 4  # that are in flight together where rows are stored from registers
 MAX_STRIP = 256  # rows of a tile that the copy engine moves in one piece
 
 
@@ -258,11 +259,20 @@ def _span(
             return window
 
         def slow(window, begin, end):
-            def one_row(token, window):
-                y_ref[token, channels], window = convolve(window, load(tiles_ref.at[stage, token - base(index)]))
+            def some_rows(first, number, window):
+                tokens = [first + row for row in range(number)]
+                inputs = [load(tiles_ref.at[stage, token - base(index)]) for token in tokens]
+                for token, row in zip(tokens, inputs, strict=True):
+                    y_ref[token, channels], window = convolve(window, row)
                 return window
 
-            return lax.fori_loop(begin, end, one_row, window)
+            groups = lax.div(end - begin, SLOW_ROWS)
+            window = lax.fori_loop(
+                0, groups, lambda group, window: some_rows(begin + group * SLOW_ROWS, SLOW_ROWS, window), window
+            )
+            return lax.fori_loop(
+                begin + groups * SLOW_ROWS, end, lambda token, window: some_rows(token, 1, window), window
+            )
 
         def one_request(request, window):
             begin, end = jnp.maximum(requests.begin(request), low), jnp.minimum(requests.end(request), high)
