@@ -10,6 +10,7 @@ as zeros.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -18,12 +19,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.causal_conv.mosaic_rows import THREADS, adjacent_channels, pick, silu_twice_rounded
 from pallas_kernels.gpu_support import require, require_nvidia
 from pallas_kernels.packing import tile_work_list
 
-THREADS = 128
-UNROLL = 8  # tokens whose loads are in flight together
 THREAD_BYTES = 8  # of one token in one load of a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What may be tuned.
+
+    Attributes:
+        unroll: tokens whose loads are in flight together.
+        wide: 1 for loads, stores and roundings that take all channels of a thread at once, 0 for what the compiler
+            makes of them if it is not told: one number at a time.
+    """
+
+    unroll: int = 8
+    wide: int = 0
+
+    def __post_init__(self):
+        if self.unroll < 3 or self.wide not in (0, 1):
+            raise ValueError(f"no tiling of this kernel: {self}")
 
 
 def supports(target, arguments) -> None:
@@ -35,9 +53,10 @@ def supports(target, arguments) -> None:
 
 
 def causal_conv(
-    x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens, *, interpret=False
+    x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens, *, tiling: Tiling | None = None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.causal_conv`. The pool is a reference to the kernel: updated in place."""
+    tiling = tiling or Tiling()
     num_tokens, channels = x.shape[0], weight.shape[1]
     num_requests = slot_ids.shape[0]
     ends = jnp.append(cu_seqlens, jnp.int32(num_tokens))  # the pads: request R
@@ -46,7 +65,7 @@ def causal_conv(
 
     conv_ref = jax.new_ref(conv_pool)
     kernel = pl.kernel(
-        functools.partial(_kernel, block=block, num_requests=num_requests),
+        functools.partial(_kernel, block=block, num_requests=num_requests, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct((num_tokens, channels), x.dtype)],
         mesh=plgpu.Mesh(grid=(channels // block, tiles.start.shape[0]), grid_names=("block", "tile")),
         # No barriers: a thread reads and writes its own channels only, and there is no shared memory.
@@ -79,16 +98,23 @@ def _kernel(
     *,
     block: int,
     num_requests: int,
+    tiling: Tiling,
 ):
+    unroll = tiling.unroll
     tile = lax.axis_index("tile")
     channels = pl.ds(lax.axis_index("block") * block, block)
-    layout = plgpu.Layout.WG_STRIDED((block,), vec_size=block // THREADS)
+    vector = block // THREADS
+    wide = tiling.wide == 1 and vector > 1 and x_ref.shape[1] % vector == 0  # a wide load must be aligned
+    layout = adjacent_channels(block) if wide else plgpu.Layout.WG_STRIDED((block,), vec_size=vector)
 
     def zeros():
         return plgpu.layout_cast(jnp.zeros((block,), y_ref.dtype), layout)
 
+    def load(ref):
+        return plgpu.load(ref, layout=layout, optimized=False)
+
     def load_token(token):
-        return plgpu.load(x_ref.at[token, channels], layout=layout)
+        return load(x_ref.at[token, channels])
 
     request, start, length = tile_request_ref[tile], tile_start_ref[tile], tile_length_ref[tile]
     alive = tile < tile_count_ref[0]
@@ -106,7 +132,7 @@ def _kernel(
         with_tail = first & (has_state_ref[request] != 0)
 
         def load_tail():
-            return tuple(plgpu.load(pool_ref.at[layer, slot, place, channels], layout=layout) for place in range(3))
+            return tuple(load(pool_ref.at[layer, slot, place, channels]) for place in range(3))
 
         def before_the_tile():
             return tuple(load_token(start - 3 + place) for place in range(3))
@@ -120,41 +146,30 @@ def _kernel(
             # Rows total - 3 .. total - 1 of [old tail; piece], total = 3 + tokens of the piece.
             for place in range(3):
                 token = end - 3 + place
-                of_tail = functools.partial(_pick, old_tail, token - begin + 3)
+                of_tail = functools.partial(pick, old_tail, token - begin + 3)
                 pool_ref[layer, slot, place, channels] = lax.cond(
                     token >= begin, functools.partial(load_token, token), of_tail
                 )
 
-        taps = [plgpu.load(weight_ref.at[tap, channels], layout=layout).astype(jnp.float32) for tap in range(4)]
+        taps = [load(weight_ref.at[tap, channels]).astype(jnp.float32) for tap in range(4)]
         last = start + length - 1
 
-        @pl.loop(0, pl.cdiv(length, UNROLL), init_carry=window)
+        @pl.loop(0, pl.cdiv(length, unroll), init_carry=window)
         def _(step, window):
-            begin = start + step * UNROLL
-            rows = [*window, *(load_token(jnp.minimum(begin + i, last)) for i in range(UNROLL))]
-            wide = [row.astype(jnp.float32) for row in rows]
-            for i in range(UNROLL):
-                total = wide[i] * taps[0]
+            begin = start + step * unroll
+            rows = [*window, *(load_token(jnp.minimum(begin + i, last)) for i in range(unroll))]
+            numbers = [row.astype(jnp.float32) for row in rows]
+            for i in range(unroll):
+                total = numbers[i] * taps[0]
                 for tap in range(1, 4):
-                    total = total + wide[i + tap] * taps[tap]
-                y = _silu(total.astype(y_ref.dtype).astype(jnp.float32)).astype(y_ref.dtype)
+                    total = total + numbers[i + tap] * taps[tap]
+                y = silu_twice_rounded(total, y_ref.dtype, packed=wide)
 
                 @pl.when(begin + i <= last)
                 def _(token=begin + i, y=y):
                     y_ref[token, channels] = y
 
             return tuple(rows[-3:])
-
-
-def _silu(x):
-    """SiLU with ``1 / d`` as ``rsqrt(d)^2``: two instructions, as exact as float32, where a division takes a dozen."""
-    root = lax.rsqrt(1.0 + jnp.exp(-x))
-    return x * (root * root)
-
-
-def _pick(tail, place):
-    """Row ``place`` (0, 1 or 2, a traced scalar) of a tail held in registers."""
-    return jnp.where(place == 0, tail[0], jnp.where(place == 1, tail[1], tail[2]))
 
 
 def _block_channels(channels: int, dtype) -> int:

@@ -43,7 +43,7 @@ def test_matches_the_oracle(implementation, dtype):
 @every_implementation(OP)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_columns_beside_its_own_are_not_read(implementation, dtype):
-    check(OP, implementation, dataclasses.replace(MIXED, dtype=dtype, beside=260).case(2, poison=True))
+    check(OP, implementation, dataclasses.replace(MIXED, dtype=dtype, beside=264).case(2, poison=True))
 
 
 @every_implementation(OP)
