@@ -10,7 +10,6 @@ the model, and replaces what stands between ``<!-- bench:begin NAME -->`` and ``
 import difflib
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from qwen35_jax.bench import pictures
@@ -18,7 +17,7 @@ from qwen35_jax.bench.known import Known, load_known
 from qwen35_jax.bench.pictures import Panel
 from qwen35_jax.bench.records import parse_cell
 from qwen35_jax.bench.report import SECTIONS
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -196,21 +195,8 @@ def diff(name: str, old: str, new: str) -> str:
     return "".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
-    line = CommandLine("bench_report.py [--check] [--flag=value ...]", __doc__ or "")
-    line.group("Report")
-    line.define("bool", "check", False, "Write nothing; exit with 1 when something would change.")
-    line.define("bool", "pictures", True, "Draw pictures, with matplotlib (the extra bench).")
-    line.define("str", "root", None, "A checkout; the default is the one that this script is in.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        found = report(pathlib.Path(line.root or ROOT), check=line.check, draw=line.pictures)
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def _run(line: CommandLine) -> int:
+    found = report(pathlib.Path(line.root or ROOT), check=line.check, draw=line.pictures)
     if line.check and found:
         print("".join(found) + "the documents are not what the results say: run python scripts/bench_report.py")
         return 1
@@ -218,5 +204,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def main(argv: Sequence[str]) -> int:
+    line = CommandLine("bench_report.py [--check] [--flag=value ...]", __doc__ or "")
+    line.group("Report")
+    line.define("bool", "check", False, "Write nothing; exit with 1 when something would change.")
+    line.define("bool", "pictures", True, "Draw pictures, with matplotlib (the extra bench).")
+    line.define("str", "root", None, "A checkout; the default is the one that this script is in.")
+    return run_with_flags(line, argv, _run)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

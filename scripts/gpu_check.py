@@ -39,7 +39,7 @@ if str(ROOT) not in sys.path:
 
 from pallas_kernels.provenance import current_commit  # noqa: E402
 from qwen35_jax.bench.records import own_command  # noqa: E402
-from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command  # noqa: E402
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags  # noqa: E402
 from qwen35_jax.errors import UserInputError  # noqa: E402
 from qwen35_jax.presets import PRESETS  # noqa: E402
 from scripts.gpu_checks.report import Section, added_up  # noqa: E402
@@ -453,22 +453,17 @@ def plan_of(line: CommandLine) -> Plan:
 def main(argv: Sequence[str], run: Callable[..., list[Section]] = run_tasks) -> int:
     """Run the command; ``run`` stands in for the processes, for tests. Returns the exit code."""
     begun = time.monotonic()
-    line = command_line()
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        plan = plan_of(line)
-        if line.report and not Path(line.report).resolve().parent.is_dir():
-            raise UserInputError(f"--report: {Path(line.report).parent} is no directory")
-        on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
-        device = probe(environment("cpu" if on_cpu else "gpu"))
-        if device.platform == "cpu" and not on_cpu:
-            raise UserInputError("JAX finds no GPU here; JAX_PLATFORMS=cpu tries the script itself on a CPU")
-    except UserInputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return run_with_flags(command_line(), argv, lambda line: _run(line, run, begun))
+
+
+def _run(line: CommandLine, run: Callable[..., list[Section]], begun: float) -> int:
+    plan = plan_of(line)
+    if line.report and not Path(line.report).resolve().parent.is_dir():
+        raise UserInputError(f"--report: {Path(line.report).parent} is no directory")
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+    device = probe(environment("cpu" if on_cpu else "gpu"))
+    if device.platform == "cpu" and not on_cpu:
+        raise UserInputError("JAX finds no GPU here; JAX_PLATFORMS=cpu tries the script itself on a CPU")
     print(f"{device.kind} x {device.count} ({device.platform}), jax {device.jax}", flush=True)
     tasks = tasks_of(plan, device)
     parts = run(tasks, plan, environment(device.platform), begun + plan.time_limit)

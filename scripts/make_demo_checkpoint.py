@@ -11,9 +11,9 @@ last id. Nothing is downloaded, and the same sources give the same files.
 import json
 import pathlib
 import shutil
-import sys
 import tempfile
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.config import AttentionConfig, GatedDeltaNetConfig, ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.name_table import FLOAT32_INITS, FULL_PREFIX, parameter_table
@@ -281,21 +281,9 @@ def write_checkpoint(output: pathlib.Path, seed: int = SEED) -> ModelConfig:
     return config
 
 
-def main(argv: list[str]) -> int:
-    line = CommandLine("make_demo_checkpoint.py --output=DIR [--seed=N]", __doc__ or "")
-    line.group("Checkpoint")
-    line.define("str", "output", None, "Directory to write.")
-    line.define("int", "seed", SEED, "Seed of the random weights.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("output")
-        config = write_checkpoint(pathlib.Path(line.output), line.seed)
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def _run(line: CommandLine) -> int:
+    line.require("output")
+    config = write_checkpoint(pathlib.Path(line.output), line.seed)
     print(
         f"{line.output}: {config.num_layers} layers, width {config.hidden_size}, {config.vocab_size} vocabulary rows, "
         "random weights"
@@ -303,5 +291,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def main(argv: Sequence[str]) -> int:
+    line = CommandLine("make_demo_checkpoint.py --output=DIR [--seed=N]", __doc__ or "")
+    line.group("Checkpoint")
+    line.define("str", "output", None, "Directory to write.")
+    line.define("int", "seed", SEED, "Seed of the random weights.")
+    return run_with_flags(line, argv, _run)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -12,7 +12,6 @@ import json
 import math
 import pathlib
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json_object
@@ -201,6 +200,21 @@ def make_random_checkpoint(
     return config
 
 
+def _run(line: CommandLine) -> int:
+    line.require("preset", "output", "shard_size_mb")
+    config = make_random_checkpoint(
+        line.preset,
+        pathlib.Path(line.output),
+        dtype=line.dtype,
+        seed=line.seed,
+        shard_size_mb=line.shard_size_mb,
+        tokenizer_from=line.tokenizer_from,
+        vocab_size=line.vocab_size,
+    )
+    print(f"{line.output}: {config.num_layers} layers, {config.dtype}, random weights (seed {line.seed})")
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     line = CommandLine("make_random_checkpoint.py --preset=NAME --output=DIR [--flag=value ...]", __doc__ or "")
     line.group("Checkpoint")
@@ -211,27 +225,8 @@ def main(argv: Sequence[str]) -> int:
     line.define("int", "shard_size_mb", 4096, "Largest size of a shard.")
     line.define("str", "tokenizer_from", None, "Directory whose tokenizer files are copied.")
     line.define("int", "vocab_size", None, "Vocabulary rows in place of the preset's.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("preset", "output", "shard_size_mb")
-        config = make_random_checkpoint(
-            line.preset,
-            pathlib.Path(line.output),
-            dtype=line.dtype,
-            seed=line.seed,
-            shard_size_mb=line.shard_size_mb,
-            tokenizer_from=line.tokenizer_from,
-            vocab_size=line.vocab_size,
-        )
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{line.output}: {config.num_layers} layers, {config.dtype}, random weights (seed {line.seed})")
-    return 0
+    return run_with_flags(line, argv, _run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -27,7 +27,7 @@ from qwen35_jax.bench.records import Record, append_records, make_record
 from qwen35_jax.bench.steps import StepCheck, StepLoad, StepTime
 from qwen35_jax.bench.workload import lognormal
 from qwen35_jax.cache import MemoryPlanError
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.config import EngineConfig, ModelConfig
 from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
@@ -415,8 +415,8 @@ def flags() -> CommandLine:
     return line
 
 
-def run(line: CommandLine) -> list[Record]:
-    """Measure what the flags ask for, print tables, write files."""
+def _run(line: CommandLine) -> int:
+    """Measure what the flags ask for, print tables, write files; 1 if a step's output was wrong."""
     line.require("preset")
     if line.variant not in VARIANTS:
         raise UserInputError(f"--variant must be one of {', '.join(VARIANTS)}, got {line.variant!r}")
@@ -448,22 +448,12 @@ def run(line: CommandLine) -> list[Record]:
     if line.picture:
         draw(pathlib.Path(line.picture), f"{line.preset} on {engine.programs.device.device_kind}", found)
     engine.close()
-    return records
-
-
-def main(argv: Sequence[str]) -> int:
-    line = flags()
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        records = run(line)
-    except (UserInputError, MemoryPlanError, BucketOverflow) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     return 1 if any(record.checks["first_mismatch"] for record in records) else 0
 
 
+def main(argv: Sequence[str]) -> int:
+    return run_with_flags(flags(), argv, _run, MemoryPlanError, BucketOverflow)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -81,8 +81,28 @@ class Model:
 TINY = Model(MODEL, lambda device, dtype: _params(device), EOS, NUM_VALID)
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A step as a scheduler found it, and the prompt tokens that it took.
+
+    Attributes:
+        active: output tokens left of every decoding row.
+        prompts: prompt tokens left of the admitted prompts, in their order.
+        lengths: tokens taken of the first of them.
+    """
+
+    active: tuple[int, ...]
+    prompts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
 class Kit:
-    """The programs of one configuration; :meth:`engine` makes a fresh engine from them in no time."""
+    """The programs of one configuration; :meth:`engine` makes a fresh engine from them in no time.
+
+    Attributes:
+        dispatched: dispatches of the last engine by kind of program.
+        choices: what its scheduler chose among, step by step.
+    """
 
     def __init__(self, options: EngineConfig, ladder: Mapping[str, Sequence[int]], model: Model = TINY):
         self.options, self.model = options.validate(), model
@@ -111,6 +131,7 @@ class Kit:
         self.other: ProgramSet | None = other.programs if other else None
         first.close()
         self.dispatched: collections.Counter[str] = collections.Counter()
+        self.choices: list[Choice] = []
         count_dispatches(self.programs, self.dispatched)
         if self.other is not None:
             count_dispatches(self.other, self.dispatched, "other ")
@@ -123,7 +144,7 @@ class Kit:
         async_chunks: int | None = None,
         **changes,
     ) -> Engine:
-        """A fresh engine: empty pools, new scheduler, the same programs; ``dispatched`` counts from 0.
+        """A fresh engine: empty pools, new scheduler, the same programs; ``dispatched`` and ``choices`` are empty.
 
         Args:
             max_num_seqs: fewer sequences than the programs were made for.
@@ -135,6 +156,7 @@ class Kit:
         if (changes.get("decode_overlap", self.options.decode_overlap) == "device") != (self.other is not None):
             raise ValueError(f"programs of {self.options.decode_overlap!r} do not serve {changes['decode_overlap']!r}")
         self.dispatched.clear()
+        self.choices.clear()
         limits = dataclasses.replace(
             self.limits,
             max_num_seqs=max_num_seqs or self.limits.max_num_seqs,
@@ -160,9 +182,11 @@ class Kit:
                 poison=options.debug_poison,
             )
         state = init_device_state(self.programs.shapes, self.programs.device)
+        scheduler = Scheduler(limits, self.ladder)
+        watch_choices(scheduler, self.choices)
         return Engine(
             options,
-            Scheduler(limits, self.ladder),
+            scheduler,
             self.programs,
             state,
             eos_ids=self.model.eos_ids,
@@ -182,6 +206,19 @@ def count_dispatches(programs: ProgramSet, counts: collections.Counter[str], whe
         return run(key, state, fields)
 
     programs.run = counted  # type: ignore[method-assign]
+
+
+def watch_choices(scheduler: Scheduler, choices: list[Choice]) -> None:
+    """Notes what the scheduler chooses among from now on."""
+    choose = scheduler._choose_chunks
+
+    def watched(active):
+        prompts = tuple(seq.prompt_left for seq in scheduler._prefilling.values())
+        lengths = choose(active)
+        choices.append(Choice(tuple(seq.tokens_left for seq in active), prompts, tuple(lengths)))
+        return lengths
+
+    scheduler._choose_chunks = watched  # type: ignore[method-assign]
 
 
 @functools.cache

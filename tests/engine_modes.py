@@ -7,6 +7,7 @@ A feature that changes how requests are run adds its modes here, and programs of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 from qwen35_jax.config import EngineConfig
 from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
+from schedulers.budget import choose_prefill_budget
+from schedulers.chunking import take_chunks
+from tests.engine_kit import Choice, Kit
 
 MAX_MODEL_LEN = 4096
 
-type Shows = Callable[[Engine, Mapping[str, int]], bool]
+type Shows = Callable[[Engine, Kit], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Mode:
         name: of the mode.
         programs: which set of programs it takes.
         changes: options in place of those that the programs were compiled for.
-        shows: whether an engine that has run did run in this mode.
+        shows: whether an engine that has run, made of that kit, did run in this mode.
         long: whether the prompts of thousands of tokens run in it as well (they take seconds).
         every: takes one of so many prompts: for modes that do one after the other.
     """
@@ -129,41 +133,74 @@ def missing() -> Iterator[tuple[str, Any]]:
         yield from ((field, value) for value in accepted(field) if value not in covered)
 
 
-# What shows that a mode was one: the engine after its run, and its dispatches by kind of program.
+# What shows that a mode was one: the engine after its run, and its kit with dispatches and choices.
 
 
-def mixed(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+def all_of(*shows: Shows) -> Shows:
+    """All of them."""
+    return lambda engine, kit: all(one(engine, kit) for one in shows)
+
+
+def mixed(engine: Engine, kit: Kit) -> bool:
     """Prompts and decode rows went through one program."""
-    return dispatched["unified"] > 0
+    return kit.dispatched["unified"] > 0
 
 
-def apart(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+def apart(engine: Engine, kit: Kit) -> bool:
     """They never did, and rows were decoded together."""
     together = any(record.decode_rows > 2 for record in engine.trace.records)
-    return together and dispatched["unified"] == dispatched["other prefill"] == 0
+    return together and kit.dispatched["unified"] == kit.dispatched["other prefill"] == 0
 
 
-def overlapped(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+def at_once(engine: Engine, kit: Kit) -> bool:
+    """No dispatch was made before the results of the one before it were read."""
+    steps = list(engine.trace.records)
+    return len(steps) > 1 and all(
+        after.time - after.duration >= before.time for before, after in itertools.pairwise(steps)
+    )
+
+
+def late(engine: Engine, kit: Kit) -> bool:
+    """Dispatches were made while the one before was under way."""
+    return not at_once(engine, kit)
+
+
+def auto_budget(engine: Engine, kit: Kit) -> bool:
+    """Every step took the prompt tokens that policy auto asks for, not always the same, and off would take others."""
+    limits, most = engine.scheduler.config, engine.scheduler.ladder.max_requests
+
+    def budget(policy: str, choice: Choice) -> int:
+        overlap = limits.overlap != "off"
+        return choose_prefill_budget(policy, limits.max_num_batched_tokens, choice.active, choice.prompts, overlap)
+
+    def taken(policy: str) -> list[tuple[int, ...]]:
+        return [tuple(take_chunks(choice.prompts, budget(policy, choice), most)) for choice in kit.choices]
+
+    changed = len({budget("auto", choice) for choice in kit.choices}) > 1
+    return changed and [choice.lengths for choice in kit.choices] == taken("auto") != taken("off")
+
+
+def overlapped(engine: Engine, kit: Kit) -> bool:
     """Prompts were read on the other device, and there alone."""
-    return dispatched["other prefill"] > 0 and dispatched["prefill"] == dispatched["unified"] == 0
+    return kit.dispatched["other prefill"] > 0 and kit.dispatched["prefill"] == kit.dispatched["unified"] == 0
 
 
-def several_steps(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+def several_steps(engine: Engine, kit: Kit) -> bool:
     """Dispatches of several decode steps."""
     return any(record.steps > 1 for record in engine.trace.records)
 
 
-def overlapped_steps(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+def overlapped_steps(engine: Engine, kit: Kit) -> bool:
     """Prompts on the other device, several decode steps a dispatch."""
-    return overlapped(engine, dispatched) and several_steps(engine, dispatched)
+    return overlapped(engine, kit) and several_steps(engine, kit)
 
 
-def few_rows(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+def few_rows(engine: Engine, kit: Kit) -> bool:
     """As many rows at once as the mode has slots, and no more."""
     return max(record.decode_rows for record in engine.trace.records) == engine.max_num_seqs
 
 
-def small_chunks(engine: Engine, dispatched: Mapping[str, int]) -> bool:
+def small_chunks(engine: Engine, kit: Kit) -> bool:
     """No step took more than 64 prompt tokens."""
     return max(record.prefill_tokens for record in engine.trace.records) <= 64
 
@@ -193,13 +230,15 @@ PROGRAMS["device"] = Programs(
 
 _OFF: dict[str, Any] = {"decode_overlap": "off", "decode_steps": 1}
 _STREAM: dict[str, Any] = {"decode_overlap": "stream", "decode_steps": 1}
+# Where a step has room for two of the short prompts, the policies differ however many rows there are.
+_AUTO: dict[str, Any] = {"scheduler_policy": "auto", "max_num_batched_tokens": 128}
 
-register("off", "main", **_OFF, shows=apart, long=True)
+register("off", "main", **_OFF, shows=all_of(apart, late), long=True)
 register("stream", "main", **_STREAM, shows=mixed, long=True)
-register("stream auto", "main", **_STREAM, scheduler_policy="auto", shows=mixed, every=2)
+register("stream auto", "main", **_STREAM, **_AUTO, shows=all_of(mixed, auto_budget), every=2)
 register("device", "device", decode_steps=1, async_chunks=1, shows=overlapped)
-register("results at once", "main", **_OFF, overlap_dispatch=False, shows=apart, every=2)
-register("auto", "main", **_OFF, scheduler_policy="auto", shows=apart, every=2)
+register("results at once", "main", **_OFF, overlap_dispatch=False, shows=all_of(apart, at_once), every=2)
+register("auto", "main", **_OFF, **_AUTO, shows=all_of(apart, late, auto_budget), every=2)
 register("stream small budget", "main", **_STREAM, max_num_batched_tokens=64, shows=small_chunks, every=2)
 register("8 steps", "main", decode_overlap="off", decode_steps=8, shows=several_steps, every=2)
 register("stream 8 steps auto", "main", scheduler_policy="auto", shows=several_steps, every=2)

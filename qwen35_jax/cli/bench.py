@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command
+from qwen35_jax.cli.common import EXIT_FAILED, CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
 
 if TYPE_CHECKING:
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from qwen35_jax.bench.records import Record
     from qwen35_jax.config import EngineConfig, ModelConfig
     from qwen35_jax.engine import Engine
-
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
 
 _IMPORTED = time.perf_counter()  # stands in for the start of the process where the system does not say it
 _KINDS = ("throughput", "closed", "open")
@@ -95,21 +91,20 @@ def main(argv: Sequence[str], *, make_engine: Callable[..., Engine] | None = Non
     Returns:
         The exit code.
     """
-    try:
-        if asks_for_help(argv):
-            print(command_line().help())
-            return 0
-        return _run(argv, make_engine)
-    except UserInputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except Exception as error:  # whatever broke the run: what was measured before is printed and written
-        traceback.print_exc()
-        print(f"error: the run broke off: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        return EXIT_FAILED
+    program, *words = argv
+    kind = words.pop(0) if words and not words[0].startswith("-") else None
+
+    def body(line: CommandLine) -> int:
+        try:
+            return _run(line, kind, make_engine)
+        except UserInputError:
+            raise
+        except Exception as error:  # whatever broke the run: what was measured before is printed and written
+            traceback.print_exc()
+            print(f"error: the run broke off: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+            return EXIT_FAILED
+
+    return run_with_flags(command_line(), [program, *words], body)
 
 
 def run() -> NoReturn:
@@ -117,12 +112,7 @@ def run() -> NoReturn:
     run_command(main)
 
 
-def _run(argv: Sequence[str], make_engine: Callable[..., Engine] | None) -> int:
-    program, *words = argv
-    kind = words.pop(0) if words and not words[0].startswith("-") else None
-    line = command_line()
-    line.parse([program, *words])
-
+def _run(line: CommandLine, kind: str | None, make_engine: Callable[..., Engine] | None) -> int:
     # Everything that can be wrong is looked at before the engine is made.
     from qwen35_jax.bench.cells import CellOptions
     from qwen35_jax.bench.records import read_records

@@ -1,4 +1,4 @@
-"""Flags of the commands that run a model: engine options and sampling defaults, and how a command line is read.
+"""What commands share: their flags (engine options, sampling defaults), how a command line is read, exit codes.
 
 Flags live in a ``FlagValues`` of the command, not in absl's global one: ``--help`` then shows this command's flags and
 nothing of the libraries', and a command can be run more than once in a process.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,9 @@ from qwen35_jax.errors import UserInputError
 from qwen35_jax.outputs import RequestError
 from qwen35_jax.requests import template_switches
 from qwen35_jax.sampling_params import SamplingParams, SamplingParamsError
+
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
 
 ENGINE_HELP: Mapping[str, str] = {
     "dtype": "Weights, activations and KV cache: auto (the checkpoint's), bfloat16 or float32.",
@@ -62,6 +66,7 @@ SAMPLING_HELP: Mapping[str, str] = {
     "logprobs": "0 to 20 alternatives reported with every token.",
 }
 
+_HELP = ("-h", "-help", "--help", "--helpfull", "--helpshort")
 _DEFINE = {"str": flags.DEFINE_string, "int": flags.DEFINE_integer, "float": flags.DEFINE_float}
 
 
@@ -194,9 +199,46 @@ def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
     sys.exit(main(sys.argv))
 
 
-def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for the help text."""
-    return any(word in ("-h", "-help", "--help", "--helpfull", "--helpshort") for word in argv[1:])
+def run_with_flags(
+    line: CommandLine, argv: Sequence[str], body: Callable[[CommandLine], int], *user_errors: type[Exception]
+) -> int:
+    """What every command does around its work: the help text, its flags, and :func:`exit_code`.
+
+    Args:
+        line: the flags; read when ``body`` is called.
+        argv: the program's name and its flags.
+        body: the work; returns the exit code.
+        *user_errors: see :func:`exit_code`.
+
+    Returns:
+        The exit code.
+    """
+
+    def read_and_run() -> int:
+        if any(word in _HELP for word in argv[1:]):
+            print(line.help())
+            return 0
+        line.parse(argv)
+        return body(line)
+
+    return exit_code(read_and_run, *user_errors)
+
+
+def exit_code(body: Callable[[], int], *user_errors: type[Exception]) -> int:
+    """The exit code of ``body``; 2 and a line on stderr when the user is at fault, 130 when the user interrupts it.
+
+    Args:
+        body: the work.
+        *user_errors: exceptions that are the user's to mend, beside :class:`UserInputError`.
+    """
+    try:
+        return body()
+    except (UserInputError, *user_errors) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -8,11 +8,9 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command
+from qwen35_jax.cli.common import EXIT_FAILED, CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
 
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
 _DTYPES = ("auto", "bfloat16", "float32")
 
 _USAGE = "qwen35-convert --model=HF_DIR --output=DIR [--dtype=auto|bfloat16|float32]"
@@ -47,31 +45,24 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    try:
-        if asks_for_help(argv):
-            print(command_line().help())
-            return 0
-        line = command_line()
-        line.parse(argv)
-        line.require("model", "output")
-        if line.dtype not in _DTYPES:
-            raise UserInputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {line.dtype!r}")
-        _convert(line.model, line.output, None if line.dtype == "auto" else line.dtype)
-        return 0
-    except UserInputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except OSError as error:  # the disk ran full, a file server went away
-        print(f"error: the conversion broke off: {error}; nothing is left", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return run_with_flags(command_line(), argv, _run)
 
 
 def run() -> NoReturn:
     """Entry point of the console command."""
     run_command(main)
+
+
+def _run(line: CommandLine) -> int:
+    line.require("model", "output")
+    if line.dtype not in _DTYPES:
+        raise UserInputError(f"--dtype must be one of {', '.join(_DTYPES)}, got {line.dtype!r}")
+    try:
+        _convert(line.model, line.output, None if line.dtype == "auto" else line.dtype)
+    except OSError as error:  # the disk ran full, a file server went away
+        print(f"error: the conversion broke off: {error}; nothing is left", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
 
 
 def _convert(model: str, output: str, dtype: str | None) -> None:

@@ -11,14 +11,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help, run_command
+from qwen35_jax.cli.common import EXIT_FAILED, CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
 
 if TYPE_CHECKING:
     from qwen35_jax.llm import LLM
-
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
 
 _USAGE = "qwen35-generate --model=DIR --input=IN.jsonl --output=OUT.jsonl [--flag=value ...]"
 _DESCRIPTION = """
@@ -66,17 +63,7 @@ def main(argv: Sequence[str], *, make_llm: Callable[..., LLM] | None = None) -> 
     Returns:
         The exit code.
     """
-    try:
-        if asks_for_help(argv):
-            print(command_line().help())
-            return 0
-        return _run(argv, make_llm)
-    except UserInputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return run_with_flags(command_line(), argv, lambda line: _run(line, make_llm))
 
 
 def run() -> NoReturn:
@@ -84,9 +71,7 @@ def run() -> NoReturn:
     run_command(main)
 
 
-def _run(argv: Sequence[str], make_llm: Callable[..., LLM] | None) -> int:
-    line = command_line()
-    line.parse(argv)
+def _run(line: CommandLine, make_llm: Callable[..., LLM] | None) -> int:
     line.require("model", "input", "output")
 
     # Everything that can be wrong is looked at before the model is loaded, and before anything is written.

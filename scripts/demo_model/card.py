@@ -13,11 +13,10 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.hf_config import read_json_object
@@ -200,30 +199,26 @@ def card(model_dir: pathlib.Path) -> str:
     )
 
 
+def _run(line: CommandLine) -> int:
+    line.require("model")
+    directory = pathlib.Path(line.model)
+    if line.run_dir:
+        run_dir = pathlib.Path(line.run_dir)
+        text = json.dumps(training_of(run_dir), indent=1, ensure_ascii=False) + "\n"
+        (directory / TRAINING).write_text(text, "utf-8")
+        curves.draw(curves.read_log(run_dir / curves.LOG), directory / curves.PICTURE, dpi=PICTURE_DPI)
+    (directory / CARD).write_text(card(directory), "utf-8")
+    print(f"{directory / CARD}: written")
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     line = CommandLine("python -m scripts.demo_model.card --model=DIR [--run_dir=DIR]", __doc__ or "")
     line.group("Card")
     line.define("str", "model", None, "Directory of the model; the card is written there.")
     line.define("str", "run_dir", None, "Directory of the training run, for training.json and loss.png.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("model")
-        directory = pathlib.Path(line.model)
-        if line.run_dir:
-            run_dir = pathlib.Path(line.run_dir)
-            text = json.dumps(training_of(run_dir), indent=1, ensure_ascii=False) + "\n"
-            (directory / TRAINING).write_text(text, "utf-8")
-            curves.draw(curves.read_log(run_dir / curves.LOG), directory / curves.PICTURE, dpi=PICTURE_DPI)
-        (directory / CARD).write_text(card(directory), "utf-8")
-    except (UserInputError, TokenizerError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(f"{directory / CARD}: written")
-    return 0
+    return run_with_flags(line, argv, _run, TokenizerError)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

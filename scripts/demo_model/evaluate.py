@@ -11,11 +11,10 @@ import collections
 import dataclasses
 import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.text.reasoning import split_reasoning
 from scripts.demo_model import tasks
@@ -178,17 +177,8 @@ def _run(line: CommandLine) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    line = command_line()
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        return _run(line)
-    except UserInputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return run_with_flags(command_line(), argv, _run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

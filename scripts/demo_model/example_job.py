@@ -9,13 +9,12 @@ out from training; stories have none. A custom_id is task, language and number. 
 
 import json
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.text import Tokenizer, TokenizerError
 from scripts.demo_model import chat, corpus, evaluate, tasks
@@ -186,29 +185,25 @@ def as_text(lines: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def main(argv: Sequence[str]) -> int:
-    line = CommandLine("python -m scripts.demo_model.example_job --tokenizer=DIR --output=DIR", __doc__ or "")
-    line.group("Example job")
-    line.define("str", "tokenizer", None, "Directory of the demo model's tokenizer.")
-    line.define("str", "output", None, "Directory for prompts.jsonl and expected.jsonl.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("tokenizer", "output")
-        lines, expected = job(Tokenizer.from_dir(line.tokenizer))
-        output = pathlib.Path(line.output)
-        if not output.is_dir():
-            raise UserInputError(f"--output: {output} is no directory")
-    except (UserInputError, TokenizerError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+def _run(line: CommandLine) -> int:
+    line.require("tokenizer", "output")
+    lines, expected = job(Tokenizer.from_dir(line.tokenizer))
+    output = pathlib.Path(line.output)
+    if not output.is_dir():
+        raise UserInputError(f"--output: {output} is no directory")
     (output / PROMPTS).write_text(as_text(lines), "utf-8")
     (output / EXPECTED).write_text(as_text(expected), "utf-8")
     print(f"{output / PROMPTS}: {len(lines)} lines, {len(expected)} of them with a right answer")
     return 0
 
 
+def main(argv: Sequence[str]) -> int:
+    line = CommandLine("python -m scripts.demo_model.example_job --tokenizer=DIR --output=DIR", __doc__ or "")
+    line.group("Example job")
+    line.define("str", "tokenizer", None, "Directory of the demo model's tokenizer.")
+    line.define("str", "output", None, "Directory for prompts.jsonl and expected.jsonl.")
+    return run_with_flags(line, argv, _run, TokenizerError)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -13,8 +13,7 @@ import json
 import os
 import pathlib
 import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -162,31 +161,27 @@ def load_run(run_dir: pathlib.Path) -> tuple[ModelConfig, dict[str, jax.Array], 
     return config, params, provenance
 
 
-def main(argv: list[str]) -> int:
+def _run(line: CommandLine) -> int:
+    line.require("run_dir", "tokenizer", "output")
+    config, params, provenance = load_run(pathlib.Path(line.run_dir))
+    tokenizer_dir = pathlib.Path(line.tokenizer)
+    trained_with = provenance.get("tokenizer_sha256")
+    if trained_with not in (None, checkpointing.file_digest(tokenizer_dir / TOKENIZER_FILES[0])):
+        raise UserInputError(f"{tokenizer_dir}: not the tokenizer that the model was trained with")
+    size = write_hf_dir(pathlib.Path(line.output), config, params, tokenizer_dir)
+    print(f"{line.output}: step {provenance['step']}, {size / 1e6:.2f} MB of weights")
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
     usage = "python -m scripts.demo_model.export --run_dir=DIR --tokenizer=DIR --output=DIR"
     line = CommandLine(usage, __doc__ or "")
     line.group("Export")
     line.define("str", "run_dir", None, "Directory of the training run.")
     line.define("str", "tokenizer", None, "Directory of the tokenizer that it was trained with.")
     line.define("str", "output", None, "Directory to write.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("run_dir", "tokenizer", "output")
-        config, params, provenance = load_run(pathlib.Path(line.run_dir))
-        tokenizer_dir = pathlib.Path(line.tokenizer)
-        trained_with = provenance.get("tokenizer_sha256")
-        if trained_with not in (None, checkpointing.file_digest(tokenizer_dir / TOKENIZER_FILES[0])):
-            raise UserInputError(f"{tokenizer_dir}: not the tokenizer that the model was trained with")
-        size = write_hf_dir(pathlib.Path(line.output), config, params, tokenizer_dir)
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{line.output}: step {provenance['step']}, {size / 1e6:.2f} MB of weights")
-    return 0
+    return run_with_flags(line, argv, _run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -15,12 +15,11 @@ import datetime
 import hashlib
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.text import Tokenizer, TokenizerError
 from scripts.demo_model import evaluate, tasks
@@ -300,6 +299,24 @@ def _groups(names: Sequence[str]) -> Iterator[list[str]]:
             yield group
 
 
+def _run(line: CommandLine) -> int:
+    line.require("model")
+    if line.count < 1:
+        raise UserInputError(f"--count must be positive, got {line.count}")
+    directory = pathlib.Path(line.model)
+    record = measure(
+        directory,
+        line.count,
+        line.examples_seed,
+        say=lambda text: print(text, flush=True),
+        compilation_cache_dir=line.compilation_cache_dir,
+    )
+    record.write(directory / RECORD)
+    print(evaluate.table(record.tasks))
+    print(f"{directory / RECORD}: {len(record.kept)} prompts kept, {record.passed_over} passed over")
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     line = CommandLine("python -m scripts.demo_model.gate --model=DIR [--count=N]", __doc__ or "")
     line.group("Record")
@@ -307,30 +324,8 @@ def main(argv: Sequence[str]) -> int:
     line.define("int", "count", 200, "Held-out examples of each task.")
     line.define("int", "examples_seed", 0, "Seed of the examples.")
     line.define("str", "compilation_cache_dir", None, "Where compiled programs are kept.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("model")
-        if line.count < 1:
-            raise UserInputError(f"--count must be positive, got {line.count}")
-        directory = pathlib.Path(line.model)
-        record = measure(
-            directory,
-            line.count,
-            line.examples_seed,
-            say=lambda text: print(text, flush=True),
-            compilation_cache_dir=line.compilation_cache_dir,
-        )
-    except (UserInputError, TokenizerError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    record.write(directory / RECORD)
-    print(evaluate.table(record.tasks))
-    print(f"{directory / RECORD}: {len(record.kept)} prompts kept, {record.passed_over} passed over")
-    return 0
+    return run_with_flags(line, argv, _run, TokenizerError)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -8,14 +8,13 @@ files.
 """
 
 import pathlib
-import sys
+from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.errors import UserInputError
 from qwen35_jax.name_table import FLOAT32_INITS, parameter_table
 from scripts.demo_model import chat, corpus, tasks
 from scripts.demo_model.architecture import config_of_tokenizer
@@ -117,20 +116,9 @@ def write_directory(output: pathlib.Path, tokenizer: Tokenizer) -> ModelConfig:
     return config
 
 
-def main(argv: list[str]) -> int:
-    line = CommandLine("python -m scripts.demo_model.tokenizer --output=DIR", __doc__ or "")
-    line.group("Tokenizer")
-    line.define("str", "output", None, "Directory to write into.")
-    try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("output")
-        config = write_directory(pathlib.Path(line.output), train(training_texts()))
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def _run(line: CommandLine) -> int:
+    line.require("output")
+    config = write_directory(pathlib.Path(line.output), train(training_texts()))
     parameters, size = weight_bytes(config)
     print(
         f"{line.output}: {NUM_IDS} ids, {config.vocab_size} rows; a model of {parameters:,} parameters, {size:,} bytes"
@@ -138,5 +126,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def main(argv: Sequence[str]) -> int:
+    line = CommandLine("python -m scripts.demo_model.tokenizer --output=DIR", __doc__ or "")
+    line.group("Tokenizer")
+    line.define("str", "output", None, "Directory to write into.")
+    return run_with_flags(line, argv, _run)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

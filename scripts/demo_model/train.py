@@ -16,7 +16,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import optax
 
 from qwen35_jax import runtime
-from qwen35_jax.cli.common import CommandLine, asks_for_help
+from qwen35_jax.cli.common import EXIT_FAILED, CommandLine, run_command, run_with_flags
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.errors import UserInputError
 from qwen35_jax.params import ParamPack
 from scripts.demo_model import architecture, checkpointing, transport
 from scripts.demo_model.forward import ForwardOptions, Losses, loss_sums
@@ -112,7 +111,7 @@ def make_trainer(config: ModelConfig, settings: Settings, num_tasks: int) -> Tra
     )
 
 
-def main(argv: list[str], started: float | None = None) -> int:
+def main(argv: Sequence[str], started: float | None = None) -> int:
     line = CommandLine("python -m scripts.demo_model.train --tokenizer=DIR --run_dir=DIR", __doc__ or "")
     line.group("Run")
     line.define("str", "tokenizer", None, "Directory of the tokenizer (tokenizer.json).")
@@ -129,52 +128,49 @@ def main(argv: list[str], started: float | None = None) -> int:
         help_text = text.partition(f"{field.name}: ")[2]
         help_text = help_text.partition(f" {following}: ")[0] if following else help_text
         line.define(str(field.type), field.name, field.default, help_text[:1].upper() + help_text[1:])
+    return run_with_flags(line, argv, lambda line: _run(line, started))
+
+
+def _run(line: CommandLine, started: float | None) -> int:
+    line.require("run_dir")
+    settings = Settings(**{field.name: getattr(line, field.name) for field in dataclasses.fields(Settings)})
+    runtime.prepare(0.92, line.compilation_cache_dir)
+    if settings.source == "random":
+        config = architecture.demo_config(3072, intermediate_size=line.intermediate_size)
+        source: dict[str, Any] = {"vocab_size": config.vocab_size}
+    else:
+        line.require("tokenizer")
+        directory = pathlib.Path(line.tokenizer)
+        config = architecture.config_of_tokenizer(directory, intermediate_size=line.intermediate_size)
+        source = {"tokenizer_dir": directory}
+    run_dir = pathlib.Path(line.run_dir)
+    if line.parts_in and checkpointing.latest(run_dir) is None:
+        transport.join(line.parts_in, run_dir)
+    leg = Leg(
+        config,
+        functools.partial(make_trainer, config, settings),
+        settings,
+        run_dir,
+        source_arguments=source,
+        allow_changes=line.allow_changes,
+        parts_out=pathlib.Path(line.parts_out) if line.parts_out else None,
+        started=started,
+        say=functools.partial(print, flush=True),
+    )
+    print(f"{architecture.training_pack(config).num_parameters:,} parameters; {json.dumps(config.to_dict())}")
+
+    def stop(*_: Any) -> None:
+        leg.stopping = True
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, stop)
     try:
-        if asks_for_help(argv):
-            print(line.help())
-            return 0
-        line.parse(argv)
-        line.require("run_dir")
-        settings = Settings(**{name: getattr(line, name) for name in names})
-        runtime.prepare(0.92, line.compilation_cache_dir)
-        if settings.source == "random":
-            config = architecture.demo_config(3072, intermediate_size=line.intermediate_size)
-            source: dict[str, Any] = {"vocab_size": config.vocab_size}
-        else:
-            line.require("tokenizer")
-            directory = pathlib.Path(line.tokenizer)
-            config = architecture.config_of_tokenizer(directory, intermediate_size=line.intermediate_size)
-            source = {"tokenizer_dir": directory}
-        run_dir = pathlib.Path(line.run_dir)
-        if line.parts_in and checkpointing.latest(run_dir) is None:
-            transport.join(line.parts_in, run_dir)
-        leg = Leg(
-            config,
-            functools.partial(make_trainer, config, settings),
-            settings,
-            run_dir,
-            source_arguments=source,
-            allow_changes=line.allow_changes,
-            parts_out=pathlib.Path(line.parts_out) if line.parts_out else None,
-            started=started,
-            say=functools.partial(print, flush=True),
-        )
-        print(f"{architecture.training_pack(config).num_parameters:,} parameters; {json.dumps(config.to_dict())}")
-
-        def stop(*_: Any) -> None:
-            leg.stopping = True
-
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, stop)
         leg.run()
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except FloatingPointError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv, time.monotonic()))
+    run_command(functools.partial(main, started=time.monotonic()))

@@ -18,7 +18,9 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 
+from qwen35_jax.cli.common import exit_code, run_command
 from qwen35_jax.errors import UserInputError
 
 PART_BYTES = 15 << 20
@@ -126,17 +128,17 @@ def join(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
         raise
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     if len(argv) != 4 or argv[1] not in ("split", "join"):
         print(__doc__, file=sys.stderr)
         return 2
-    try:
+
+    def run() -> int:
         (split if argv[1] == "split" else join)(argv[2], argv[3])
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

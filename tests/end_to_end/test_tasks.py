@@ -54,6 +54,22 @@ def kit(name: str) -> Kit:
     return Kit(PROGRAMS[name].options, PROGRAMS[name].ladder, model)
 
 
+MOST_IN_A_STEP = max(mode.options.max_num_batched_tokens for mode in MODES.values())
+# Modes that share programs and kinds of dispatches: neither may be taken for the other.
+OTHERWISE = {
+    "off": ("results at once", "auto"),
+    "results at once": ("off", "auto"),
+    "auto": ("results at once",),
+    "stream": ("stream auto", "auto"),
+    "stream auto": ("auto", "off"),
+}
+
+
+def in_pieces() -> list[gate.Kept]:
+    """The kept prompts that every mode runs, and none in one step."""
+    return [one for one in record().kept if one.prompt_tokens > MOST_IN_A_STEP and not one.long]
+
+
 # The record
 
 
@@ -77,6 +93,7 @@ def test_recorded_prompts_and_answers_hold_together() -> None:
     }
     assert counts == {pick: pick.count for pick in gate.PICKS}
     assert max(one.prompt_tokens for one in kept) > 2800 and min(one.prompt_tokens for one in kept) < 64
+    assert in_pieces() and all(2 * MOST_IN_A_STEP < one.prompt_tokens for one in in_pieces())
     for one in kept:
         job, example = jobs()[one.name], one.example()
         assert (len(job.prompt), gate.digest(job.prompt)) == (one.prompt_tokens, one.prompt_sha256), one.name
@@ -108,15 +125,17 @@ def test_an_option_without_a_mode_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 def test_greedy_tokens_are_those_of_the_plain_path(name: str) -> None:
     mode = MODES[name]
     assert len(jax.local_devices()) >= PROGRAMS[mode.programs].devices
-    asked = {one.name: one for one in record().kept if not one.long}
-    asked = dict(list(asked.items())[:: mode.every])
+    short = [one for one in record().kept if one.prompt_tokens <= MOST_IN_A_STEP]
+    asked = {one.name: one for one in (*in_pieces(), *short[:: mode.every])}
     if mode.long:
         asked |= {one.name: one for one in record().kept if one.long}
     engine = kit(mode.programs).engine(**mode.changes)
     engine_kit.submit_all(engine, [jobs()[one] for one in asked])
     found = engine_kit.drain(engine)
     assert engine.compiles_after_warmup == 0
-    assert mode.shows(engine, kit(mode.programs).dispatched), f"{name}: did not run as its name says"
+    assert mode.shows(engine, kit(mode.programs)), f"{name}: did not run as its name says"
+    for other in OTHERWISE.get(name, ()):
+        assert not MODES[other].shows(engine, kit(mode.programs)), f"{name} would pass for {other}"
     engine.close()
     wrong = [one for one, kept in asked.items() if tuple(found[one].tokens) != kept.token_ids]
     assert wrong == []

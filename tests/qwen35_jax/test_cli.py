@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from qwen35_jax import EngineConfig, SamplingParams, UserInputError
-from qwen35_jax.cli import generate
+from qwen35_jax.cli import common, generate
 from qwen35_jax.cli.common import ENGINE_HELP, SAMPLING_HELP
 from tests.oracle import tiny
 from tests.qwen35_jax.fakes import FakeEngine, make_llm
@@ -127,7 +127,7 @@ def test_resume_after_a_crash(folder, run):
 
 KILLED = """
 import os, signal
-from qwen35_jax.cli import generate
+from qwen35_jax.cli import common, generate
 from tests.qwen35_jax.fakes import FakeEngine, make_llm
 
 engine = FakeEngine(on_step=lambda engine: engine.steps == 11 and os.kill(os.getpid(), signal.SIGKILL))
@@ -368,3 +368,36 @@ def test_a_terminal_that_cannot_show_the_path_does_not_fail_the_job(folder):
     assert result.returncode == 0, result.stderr
     assert "output: \\u51fa\\u529b.jsonl" in result.stdout
     assert len(records("\u51fa\u529b.jsonl")) == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "raised", "code", "said"),
+    [
+        ((), None, 7, ""),
+        (("--number=3",), UserInputError("of two\n  lines"), 2, "error: of two lines\n"),
+        ((), OverflowError("too many"), 2, "error: too many\n"),
+        ((), KeyboardInterrupt(), 130, "interrupted\n"),
+        (("--number=x",), None, 2, "error: flag --number=x"),
+        (("stray",), None, 2, "error: unexpected argument 'stray'"),
+    ],
+)
+def test_the_frame_of_every_command(flags, raised, code, said, capsys):
+    def body(line):
+        if raised is not None:
+            raise raised
+        return 7
+
+    line = common.CommandLine("x [--number=N]", "Does nothing.")
+    line.group("All")
+    line.define("int", "number", 1, "A number.")
+    assert common.run_with_flags(line, ["x", *flags], body, OverflowError) == code
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(said) and bool(shown.err) == bool(said)
+
+
+def test_help_runs_nothing_and_other_exceptions_are_no_exit_codes(capsys):
+    line = common.CommandLine("x", "Does nothing.")
+    assert common.run_with_flags(line, ["x", "--stray", "-h"], lambda line: pytest.fail("ran")) == 0
+    assert capsys.readouterr().out.startswith("usage: x\n\nDoes nothing.")
+    with pytest.raises(ZeroDivisionError):
+        common.run_with_flags(line, ["x"], lambda line: 1 // 0)
