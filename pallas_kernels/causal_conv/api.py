@@ -13,7 +13,7 @@ from pallas_kernels.registry import Implementation
 OP = registry.define_op("causal_conv")
 OP.register(registry.REFERENCE, reference.causal_conv, priority=0)
 OP.register("mosaic_sm90", mosaic_sm90.causal_conv, priority=20, supports=mosaic_sm90.supports)
-OP.register("mosaic_stream", mosaic_stream.causal_conv, priority=-1, supports=mosaic_stream.supports)
+OP.register("mosaic_stream", mosaic_stream.causal_conv, priority=30, supports=mosaic_stream.supports)
 
 
 def causal_conv(

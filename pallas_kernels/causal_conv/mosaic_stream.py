@@ -44,8 +44,8 @@ class Tiling:
     """
 
     rows: int = 32
-    stages: int = 4
-    blocks: int = 396
+    stages: int = 5
+    blocks: int = 264
     unroll: int = 8
 
     def __post_init__(self):
