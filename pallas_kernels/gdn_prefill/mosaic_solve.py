@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gdn_prefill.mosaic_products import split, with_sums
@@ -46,6 +47,9 @@ def gates(b, a, A_log, dt_bias, num_tokens: int) -> jax.Array:
     The first is a multiple of 1 / 64, the second below that: differences of large sums stay good.
     """
     num_heads = b.shape[1]
+    # Both are slices of a wide projection. Left free, XLA lays all of that out by columns for the sake of the
+    # transposes below, and copies it back for whoever reads rows.
+    b, a = (with_layout_constraint(x, Layout(major_to_minor=(0, 1))) for x in (b, a))
     beta, decay = delta_gates(b, a, A_log[:num_heads], dt_bias[:num_heads])
     decay = jnp.maximum(decay, STRONGEST_LOG_DECAY) * math.log2(math.e)
     coarse = jnp.floor(decay * 64.0) * (1.0 / 64.0)
