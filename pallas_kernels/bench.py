@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import registry
+from pallas_kernels import peers, registry
 from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
@@ -74,6 +74,7 @@ class Measurement:
         microseconds: median time of a call.
         spread: (slowest - fastest) / median over the samples.
         checks: distance from the float32 reference.
+        peer: name of another library's function for the same work, and its microseconds in this run.
     """
 
     spec: Spec
@@ -81,6 +82,7 @@ class Measurement:
     microseconds: float
     spread: float
     checks: dict[str, Any]
+    peer: tuple[str, float] | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -375,6 +377,9 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
     else:
         metrics["tflop_s"] = measurement.flops_per_s / 1e12
     metrics["share_of_ceiling"] = measurement.share(ceilings)
+    if measurement.peer is not None:
+        name, metrics["peer_us"] = measurement.peer
+        settings = {"peer": name, **settings}
     metrics["measured_copy_tb_s"] = ceilings.measured_bytes_per_s / 1e12
     layers = {"layers": spec.num_layers} if hasattr(spec, "num_layers") else {}
     settings = {"implementation": measurement.implementation, "dtype": spec.dtype, **layers, **settings}
@@ -412,7 +417,7 @@ def _say(line: str) -> None:
 
 def table(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:
     """The measurements as text."""
-    header = ("op", "spec", "implementation", "us", "spread", "TB/s", "TFLOP/s", "share", "rel. error")
+    header = ("op", "spec", "implementation", "us", "spread", "TB/s", "TFLOP/s", "share", "rel. error", "peer")
     rows = [header]
     for item in measurements:
         share = item.share(ceilings)
@@ -427,6 +432,7 @@ def table(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:
                 f"{item.flops_per_s / 1e12:.2f}",
                 "-" if share is None else f"{share:.2f}",
                 f"{item.checks['max_relative_error']:.1e}" + (" WRONG" if item.checks["first_mismatch"] else ""),
+                "" if item.peer is None else f"{item.peer[0]} {item.peer[1]:.1f} us",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -449,6 +455,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dispatches", type=int, default=8, help="programs a sample")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="size of the copy that measures the memory")
+    parser.add_argument("--peers", action="store_true", help="time other libraries too, where there is one (peers.py)")
     parser.add_argument("--output", default=None, help="JSON file to write the records to")
     options = parser.parse_args(argv)
     pattern = "*" if options.tiny and options.spec == parser.get_default("spec") else options.spec
@@ -461,6 +468,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if not chosen:
         parser.error(f"no spec matches --op={options.op} --spec={pattern}")
+    if options.peers:
+        try:
+            peers.require({spec.op for spec in chosen})
+        except peers.MissingPeer as missing:
+            parser.error(f"--peers: {missing}")
     command = shlex.join(["python", "-m", "pallas_kernels.bench", *(sys.argv[1:] if argv is None else argv)])
     ceilings = measure_ceilings(options.copy_bytes)
     settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
@@ -495,7 +507,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     while prepared:
         ready = prepared.pop(0)  # its data is freed with it
         _say(f"timing {ready.spec.op}/{ready.spec.name}, {len(prepared)} to come")
-        measurements.append(measure(ready, dispatches=options.dispatches, samples=options.samples))
+        measurement = measure(ready, dispatches=options.dispatches, samples=options.samples)
+        if options.peers:
+            measurement = dataclasses.replace(measurement, peer=peers.measure(ready.spec))
+        measurements.append(measurement)
         if options.output:  # a run that is cut keeps what it has
             write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])
     print(f"{jax.devices()[0].device_kind}: copy {ceilings.measured_bytes_per_s / 1e12:.3f} TB/s in this run")

@@ -1,0 +1,126 @@
+"""What other libraries take for the same work, timed in the same run as the kernels: ``bench --peers``.
+
+Nothing else imports this, and it imports the libraries only when it is asked to time them:
+
+* ``gdn_prefill``: flash-linear-attention's ``chunk_gated_delta_rule`` (packages ``fla-core``, ``einops``, ``torch``) on
+  heads, lengths and states of the spec, its own normalisation of queries and keys switched on, gates ready made;
+* ``paged_prefill_attention``: cuDNN through ``jax.nn.dot_product_attention``, dense keys and values, no gate, where all
+  requests are equally long and have no prefix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from pallas_kernels.gdn_prefill.specs import GdnPrefillSpec
+from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
+from pallas_kernels.spec import Spec
+
+_NEEDED = {"gdn_prefill": ("torch", "einops", "fla.ops.gated_delta_rule")}
+_CALLS, _SAMPLES = 20, 5
+
+
+class MissingPeer(ImportError):
+    """A library that was to be timed is not here; the message names it."""
+
+
+def require(ops: Iterable[str]) -> None:
+    """Import what the peers of some ops need.
+
+    Raises:
+        MissingPeer: it cannot be imported.
+    """
+    for op in ops:
+        for name in _NEEDED.get(op, ()):
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise MissingPeer(f"the peer of {op} needs {name}, which cannot be imported: {error}") from error
+
+
+def measure(spec: Spec) -> tuple[str, float] | None:
+    """Name of the peer and microseconds of a call for the work of a spec, or None where there is none."""
+    if isinstance(spec, GdnPrefillSpec):
+        return "flash-linear-attention", flash_linear_attention(spec)
+    if isinstance(spec, PagedPrefillAttentionSpec) and is_dense(spec):
+        return "cuDNN, dense", dense_attention(spec)
+    return None
+
+
+def is_dense(spec: PagedPrefillAttentionSpec) -> bool:
+    """Whether a pack is a batch of equally long prompts without prefixes."""
+    return len(set(spec.lengths)) == 1 and not any(spec.prefixes or ()) and not spec.num_pads
+
+
+def dense_attention(spec: PagedPrefillAttentionSpec, implementation: str = "cudnn") -> float:
+    """Microseconds of ``jax.nn.dot_product_attention`` on the shapes of a spec.
+
+    Each call's output is the next one's query, so that none can begin early.
+    """
+    model, batch, length = spec.model, len(spec.lengths), spec.lengths[0]
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (batch, length, heads, model.head_dim)).astype(spec.dtype)
+        for key, heads in zip(keys, (model.num_heads, model.num_kv_heads, model.num_kv_heads), strict=True)
+    )
+
+    @jax.jit
+    def several(q, k, v):
+        for _ in range(_CALLS):
+            q = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return q
+
+    return _middle(lambda: jax.block_until_ready(several(q, k, v)), _CALLS)
+
+
+def flash_linear_attention(spec: GdnPrefillSpec) -> float:
+    """Microseconds of ``chunk_gated_delta_rule`` on a pack like the spec's, initial states in and final states out."""
+    torch = importlib.import_module("torch")
+    chunk = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    model, tokens, requests = spec.model, sum(spec.lengths), len(spec.lengths)
+    dtype = getattr(torch, spec.dtype)
+
+    def draw(*shape: int, **how: Any):
+        return torch.randn(*shape, device="cuda", **how)
+
+    q, k = (draw(1, tokens, model.num_k_heads, model.head_k_dim, dtype=dtype) for _ in range(2))
+    v = draw(1, tokens, model.num_v_heads, model.head_v_dim, dtype=dtype)
+    decay = -torch.rand(1, tokens, model.num_v_heads, device="cuda")
+    beta = torch.rand(1, tokens, model.num_v_heads, device="cuda", dtype=dtype)
+    state = draw(requests, model.num_v_heads, model.head_k_dim, model.head_v_dim, dtype=torch.float32)
+    ends = torch.tensor([0, *spec.lengths], device="cuda").cumsum(0)
+
+    def several() -> None:
+        for _ in range(_CALLS):
+            chunk(
+                q,
+                k,
+                v,
+                decay,
+                beta,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=ends,
+            )
+        torch.cuda.synchronize()
+
+    with torch.no_grad():
+        return _middle(several, _CALLS)
+
+
+def _middle(several: Callable[[], Any], calls: int) -> float:
+    """Microseconds of a call: median over samples of a function that makes several and waits for them."""
+    several()  # compiles and tunes
+    times = []
+    for _ in range(_SAMPLES):
+        start = time.perf_counter()
+        several()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times) * 1e6
