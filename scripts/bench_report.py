@@ -8,12 +8,14 @@ the model, and replaces what stands between ``<!-- bench:begin NAME -->`` and ``
 """
 
 import difflib
+import functools
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from qwen35_jax.bench import pictures
-from qwen35_jax.bench.known import Known, load_known
+from pallas_kernels.spec import specs_of
+from qwen35_jax.bench import floors, pictures
+from qwen35_jax.bench.known import FLOOR_DEVICE, Known, load_known
 from qwen35_jax.bench.pictures import Panel
 from qwen35_jax.bench.records import parse_cell
 from qwen35_jax.bench.report import SECTIONS
@@ -78,6 +80,12 @@ def plan_pictures(known: Known) -> dict[str, Callable[[pathlib.Path], None]]:
     if kernels := kernel_bars(known):
         title = "Kernels: share of the ceiling that bounds them"
         planned["kernels"] = lambda path: pictures.draw_bars(path, title, "per cent", kernels, limit=100)
+    if dots := roofline_dots(known):
+        ceilings = {"tb_s": floors.H200.bytes_per_s / 1e12, "tflop_s": floors.H200.flops_per_s / 1e12}
+        without = ", ".join(op for op in measured_ops(known) if op not in dots)
+        note = f"without products: {without}" if without else ""
+        roofline = functools.partial(pictures.draw_roofline, dots=dots, note=note, **ceilings)
+        planned["roofline"] = lambda path: roofline(path, f"Kernels under the roofs of one {FLOOR_DEVICE}")
     if drifts := drift_panels(known):
         planned["drift"] = lambda path: pictures.draw_lines(path, drifts, logarithmic=True)
     if histories := history_panels(known):
@@ -131,6 +139,34 @@ def kernel_bars(known: Known) -> dict[str, dict[str, float]]:
     return shares
 
 
+def measured_ops(known: Known) -> list[str]:
+    """Ops of the kernels that were measured on the device whose ceilings are known."""
+    cells = [cell for cell in known.cells("kernel") if (good := known.valid(cell)) and good.device == FLOOR_DEVICE]
+    return list(dict.fromkeys(parse_cell(cell).subject for cell in cells))
+
+
+def roofline_dots(known: Known) -> dict[str, list[pictures.Dot]]:
+    """Rate against intensity of the kernels that were measured, by op.
+
+    Intensity is that of the spec (its operations over its compulsory bytes), the rate is the record's. Ops whose specs
+    count no operations, and specs that are no more, are left out.
+    """
+    dots: dict[str, list[pictures.Dot]] = {}
+    for op in measured_ops(known):
+        specs = specs_of(op)
+        for cell in known.cells("kernel"):
+            parsed, good = parse_cell(cell), known.valid(cell)
+            name = "@".join([parsed.workload, *parsed.suffixes])
+            if parsed.subject != op or good is None or good.device != FLOOR_DEVICE or name not in specs:
+                continue
+            if operations := specs[name].flops():
+                dot = pictures.Dot(
+                    name, operations / specs[name].compulsory_bytes(), operations / good.metrics["us"] / 1e6
+                )
+                dots.setdefault(op, []).append(dot)
+    return dots
+
+
 def drift_panels(known: Known) -> list[Panel]:
     """Relative errors of states and outputs against the step, a panel a cell."""
     panels = []
@@ -167,7 +203,10 @@ def report(root: pathlib.Path, *, check: bool, draw: bool) -> list[str]:
     """
     known = load_known(root / "benchmarks/results", root / "benchmarks/peers.json")
     planned = plan_pictures(known)
-    drawn = {name: [name] for name in planned}
+    drawn = {name: [name] for name in planned if name != "roofline"}
+    if "roofline" in planned:
+        drawn["kernels"] = [*drawn.get("kernels", ()), "roofline"]
+        drawn["summary"] = ["roofline"]
     # Where the time of steps goes: scripts/profile_step.py draws those.
     drawn["decode"] = [*drawn.get("decode", ()), *sorted(path.stem for path in (root / PICTURES).glob("step-*.png"))]
     old, new = {}, {}
