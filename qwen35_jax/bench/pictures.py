@@ -206,7 +206,15 @@ def _together(
                 break
         else:
             groups.append([dot])
-    return [(", ".join(dot.label for dot in group), (group[0].intensity, group[0].rate)) for group in groups]
+    return [(_joined([dot.label for dot in group]), (group[0].intensity, group[0].rate)) for group in groups]
+
+
+def _joined(labels: Sequence[str]) -> str:
+    """Labels one after the other; the suffix of all of them once."""
+    suffixes = {label.partition("@")[2] for label in labels}
+    if len(suffixes) > 1 or "" in suffixes:
+        return ", ".join(labels)
+    return f"{', '.join(label.partition('@')[0] for label in labels)} @{suffixes.pop()}"
 
 
 class _Names:
