@@ -165,7 +165,7 @@ def roofline_dots(known: Known) -> dict[str, list[pictures.Dot]]:
 
 
 def draw_roofline(path: pathlib.Path, known: Known, dots: Mapping[str, Sequence[pictures.Dot]]) -> None:
-    """The kernels under the roofs; where all have shapes of one model, its size is in the title instead of the labels."""
+    """The kernels under the roofs; the size of their model, if it is one, is in the title instead of the labels."""
     title = f"Kernels under the roofs of one {FLOOR_DEVICE}"
     sizes = {dot.label.partition("-")[0] for found in dots.values() for dot in found}
     if len(sizes) == 1:

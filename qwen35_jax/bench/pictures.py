@@ -250,7 +250,8 @@ class _Names:
         width, height = size.width, size.height
         x, y = self.pixels(place)
         box = self._free(x, y, width, height, 24.0 if far else 9.0)
-        text.set_position(self._axes.transData.inverted().transform((box[0], box[1])))
+        left, low = self._axes.transData.inverted().transform((box[0], box[1]))
+        text.set_position((float(left), float(low)))
         text.set_verticalalignment("bottom")
         self._taken.append(box)
         # To the nearest point of the text.
