@@ -7,15 +7,18 @@ Reads ``benchmarks/results/*.json`` (the newest record of each cell counts), ``b
 the model, and replaces what stands between ``<!-- bench:begin NAME -->`` and ``<!-- bench:end -->`` in the documents.
 """
 
+import dataclasses
 import difflib
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from qwen35_jax.bench import pictures
-from qwen35_jax.bench.known import Known, load_known
+from pallas_kernels import registry
+from pallas_kernels.spec import specs_of
+from qwen35_jax.bench import floors, pictures
+from qwen35_jax.bench.known import FLOOR_DEVICE, Known, load_known
 from qwen35_jax.bench.pictures import Panel
-from qwen35_jax.bench.records import parse_cell
+from qwen35_jax.bench.records import Record, parse_cell
 from qwen35_jax.bench.report import SECTIONS
 from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags
 from qwen35_jax.errors import UserInputError
@@ -78,6 +81,8 @@ def plan_pictures(known: Known) -> dict[str, Callable[[pathlib.Path], None]]:
     if kernels := kernel_bars(known):
         title = "Kernels: share of the ceiling that bounds them"
         planned["kernels"] = lambda path: pictures.draw_bars(path, title, "per cent", kernels, limit=100)
+    if dots := roofline_dots(known):
+        planned["roofline"] = lambda path: draw_roofline(path, known, dots)
     if drifts := drift_panels(known):
         planned["drift"] = lambda path: pictures.draw_lines(path, drifts, logarithmic=True)
     if histories := history_panels(known):
@@ -131,6 +136,50 @@ def kernel_bars(known: Known) -> dict[str, dict[str, float]]:
     return shares
 
 
+def measured_kernels(known: Known) -> dict[str, list[Record]]:
+    """Kernels that were measured on the device whose ceilings are known, by op."""
+    found: dict[str, list[Record]] = {}
+    for cell in known.cells("kernel"):
+        if (good := known.valid(cell)) and (good.device, good.device_count) == (FLOOR_DEVICE, 1):
+            found.setdefault(parse_cell(cell).subject, []).append(good)
+    return found
+
+
+def roofline_dots(known: Known) -> dict[str, list[pictures.Dot]]:
+    """Rate against intensity of the kernels that were measured, by op.
+
+    Intensity is that of the spec (its operations over its compulsory bytes), the rate is the spec's operations in the
+    record's time. Ops whose specs count no operations, and ops and specs that are no more, are left out.
+    """
+    ops = {op.name for op in registry.all_ops()}
+    dots: dict[str, list[pictures.Dot]] = {}
+    for op, records in measured_kernels(known).items():
+        specs = specs_of(op) if op in ops else {}
+        for record in records:
+            name = record.cell.split("/", 2)[2]
+            if name in specs and (operations := specs[name].flops()):
+                rate = operations / record.metrics["us"] / 1e6
+                dot = pictures.Dot(name, operations / specs[name].compulsory_bytes(), rate)
+                dots.setdefault(op, []).append(dot)
+    return dots
+
+
+def draw_roofline(path: pathlib.Path, known: Known, dots: Mapping[str, Sequence[pictures.Dot]]) -> None:
+    """The kernels under the roofs; the size of their model, if it is one, is in the title instead of the labels."""
+    title = f"Kernels under the roofs of one {FLOOR_DEVICE}"
+    sizes = {dot.label.partition("-")[0] for found in dots.values() for dot in found}
+    if len(sizes) == 1:
+        title = f"{title}, shapes of {sizes.pop().upper()}"
+        dots = {
+            op: [dataclasses.replace(dot, label=dot.label.partition("-")[2]) for dot in found]
+            for op, found in dots.items()
+        }
+    without = [op for op in measured_kernels(known) if op not in dots]
+    note = f"operations not counted: {', '.join(without)}" if without else ""
+    ceilings = {"tb_s": floors.H200.bytes_per_s / 1e12, "tflop_s": floors.H200.flops_per_s / 1e12}
+    pictures.draw_roofline(path, title, dots, note=note, **ceilings)
+
+
 def drift_panels(known: Known) -> list[Panel]:
     """Relative errors of states and outputs against the step, a panel a cell."""
     panels = []
@@ -167,7 +216,10 @@ def report(root: pathlib.Path, *, check: bool, draw: bool) -> list[str]:
     """
     known = load_known(root / "benchmarks/results", root / "benchmarks/peers.json")
     planned = plan_pictures(known)
-    drawn = {name: [name] for name in planned}
+    drawn = {name: [name] for name in planned if name != "roofline"}
+    if "roofline" in planned:
+        drawn["kernels"] = [*drawn.get("kernels", ()), "roofline"]
+        drawn["summary"] = ["roofline"]
     # Where the time of steps goes: scripts/profile_step.py draws those.
     drawn["decode"] = [*drawn.get("decode", ()), *sorted(path.stem for path in (root / PICTURES).glob("step-*.png"))]
     old, new = {}, {}

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from qwen35_jax.bench import pictures
+from qwen35_jax.bench import part_tables, pictures
 from qwen35_jax.bench.known import load_known, load_peers
 from qwen35_jax.bench.records import Record, append_records
 from qwen35_jax.errors import UserInputError
@@ -206,6 +206,158 @@ def test_drift(root):
     assert "![drift](pictures/drift.png)" in section(text, "drift")
     (panel,) = bench_report.drift_panels(load_known(root / "benchmarks/results", root / "benchmarks/peers.json"))
     assert panel.series["bfloat16, output"] == [(1, 4e-3), (2000, 5e-3)]
+
+
+PROFILED = {
+    "step_ms": 8.0,
+    "busy_ms": 7.0,
+    "idle_ms": 1.0,
+    "parts": {
+        "in_proj": 1.5,
+        "gemm": 1.0,
+        "gdn_decode": 2.0,
+        "paged_decode_attention": 1.0,
+        "kv_write": 0.04,
+        "add_rms_norm": 0.5,
+        "swiglu": 0.26,
+        "sampling": 0.3,
+        "admit": 0.2,
+        "copy_h2d": 0.15,
+        "embed": 0.05,
+    },
+    "launches": {"gdn_layer": 10.02, "attention_layer": 12.5, "other": 17.1},
+}
+
+
+def test_the_parts_of_decode_steps_stand_beside_their_floors(root):
+    add(root, "decode/4b/rows64", PROFILED, settings={"context": 1088})
+    one = PROFILED | {"parts": {"down": 6.0, "gdn_decode": 1.2}, "launches": None}
+    add(root, "decode/4b/rows1", one, "b.json", settings={"context": 1088}, date="2026-01-03T00:00:00+00:00")
+    add(root, "decode/0.8b/rows8@bf16state", PROFILED)
+    text = section(make(root), "decode_parts")
+    small, text = text.split("**4B**")
+    assert small.count("**0.8B**") == 1 and row(small, "ms")[1:] == ["8 rows @bf16state"]
+    assert "1 row: `012345678`, [b.json](results/b.json); 64 rows: `012345678`, [2026-01-02-first.json]" in text
+    assert row(text, "ms") == ["ms", "1 row", "64 rows"]
+    assert row(text, "**GEMMs**")[1:] == ["6.00", "2.50"]
+    assert row(text, "&nbsp;&nbsp;`in_proj`")[1:] == ["–", "1.50"]
+    assert row(text, "&nbsp;&nbsp;without a name")[1:] == ["–", "1.00"]
+    assert row(text, "**`gdn_decode`**")[1:] == ["1.20", "2.00"]
+    assert row(text, "**`kv_write`**")[1:] == ["–", "0.040"]
+    assert row(text, "**sampling**")[1:] == ["–", "0.50"] and row(text, "**glue, copies**")[1:] == ["–", "0.20"]
+    assert row(text, "**idle**")[1:] == ["1.00", "1.00"] and row(text, "**step**")[1:] == ["8.00", "8.00"]
+    lines = text.splitlines()
+    floors = {lines[at - 1].split(" | ")[0][2:]: line for at, line in enumerate(lines) if "nbsp;floor |" in line}
+    assert list(floors) == ["**GEMMs**", "**`gdn_decode`**", "**`paged_decode_attention`**", "**step**"]
+    assert [line.split(" | ")[2].strip(" |") for line in floors.values()] == ["1.97", "1.51", "0.54", "4.02"]
+    shares = [line.split(" | ")[2].strip(" |") for line in lines if "nbsp;floor / ours" in line]
+    assert shares == ["79%", "76%", "54%", "50%"]
+    # One row's parts are 7.2 ms in the 7 ms in which a kernel ran.
+    assert row(text, "counted twice")[1:] == ["-0.20", "0.00"]
+    assert "Launches: a GDN layer – / 10, an attention layer – / 12.5, outside of layers – / 17.1." in text
+
+
+def test_the_parts_of_a_prefill_stand_beside_their_floors(root):
+    metrics = {"tok_s": 81920.0, "step_ms": 100.0, "busy_ms": 97.0, "idle_ms": 3.0, "parts": {"gemm": 80.0}}
+    metrics["parts"] |= {"gdn_prefill": 10.0, "causal_conv": 2.0, "gated_norm": 1.6, "swiglu": 3.4}
+    add(root, "prefill/4b/8192", metrics, settings={"lengths": [1024] * 8})
+    add(root, "prefill/4b/8192@ragged", metrics, device="NVIDIA A100", settings={"lengths": [8000, 192]})
+    text = section(make(root), "prefill_parts")
+    assert row(text, "ms")[1:] == ["8,192 tokens", "8,192 tokens @ragged"]
+    floors = [line.split(" | ")[1:] for line in text.splitlines() if "nbsp;floor |" in line]
+    assert floors == [[ms, "– |"] for ms in ("75.0", "1.23", "1.51", "1.13", "3.40", "75.0")], "none of another device"
+    shares = [line.split(" | ")[1] for line in text.splitlines() if "nbsp;floor / ours" in line]
+    assert shares == ["94%", "12%", "76%", "71%", "100%", "75%"]
+
+
+def test_parts_are_those_of_the_newest_good_profile(root):
+    old, bad, bare = (f"2026-01-0{day}T00:00:00+00:00" for day in (3, 4, 5))
+    add(root, "decode/4b/rows64", PROFILED | {"step_ms": 9.25}, date=old)
+    wrong = {"checks": {"first_mismatch": {"row": 1}}}
+    add(root, "decode/4b/rows64", PROFILED | {"step_ms": 123.25}, date=bad, **wrong)
+    text = make(root)
+    assert row(section(text, "decode_parts"), "**step**")[1] == "9.25"
+    add(root, "decode/4b/rows64", {"step_ms": 8.5}, date=bare)
+    text = make(root)
+    assert row(text, "`decode/4b/rows64`")[1] == "8.50"
+    assert row(section(text, "decode_parts"), "**step**")[1] == "9.25", "the newest has no parts"
+
+
+def test_the_rows_of_parts_in_this_checkout_add_up_to_the_steps():
+    known = load_known(ROOT / "benchmarks/results", ROOT / "benchmarks/peers.json")
+    steps = [*part_tables.columns_of(known, "decode")["4b"], *part_tables.columns_of(known, "prefill")["4b"]]
+    assert len(steps) >= 8
+    for column in steps:
+        total = sum(column.parts.values()) + column.record.metrics["idle_ms"] - column.twice_ms
+        assert total == pytest.approx(part_tables.step_ms(column.record)), column.title
+        if column.record.cell.startswith("decode/"):
+            assert column.floors["step"] == pytest.approx(column.record.metrics["floor_ms"]), column.title
+
+
+def test_check_sees_a_change_in_a_table_of_parts(root, capsys):
+    add(root, "decode/4b/rows64", PROFILED)
+    add(root, "prefill/4b/8192", {"tok_s": 1e5, "step_ms": 100.0, "idle_ms": 3.0, "parts": {"gdn_prefill": 10.5}})
+    argv = ["bench_report.py", f"--root={root}", "--nopictures"]
+    assert bench_report.main(argv) == 0
+    (root / "benchmarks/pictures").mkdir()
+    (root / "benchmarks/pictures/decode.png").touch()
+    assert bench_report.main([*argv, "--check"]) == 0
+    path = root / "benchmarks/README.md"
+    before = path.read_text()
+    for old, new in (("| 0.50 |", "| 0.49 |"), ("| 10.5 |", "| 10.4 |"), ("a GDN layer 10,", "a GDN layer 9,")):
+        assert old in before
+        path.write_text(before.replace(old, new))
+        assert bench_report.main([*argv, "--check"]) == 1
+        assert new in capsys.readouterr().out
+
+
+def test_the_roofline_has_rates_and_intensities_of_the_specs(root):
+    add(root, "kernel/gdn_decode/4b-rows64", {"us": 100.0, "tb_s": 2.769})
+    add(root, "kernel/gdn_decode/4b-rows64@bf16state", {"us": 50.0})
+    add(root, "kernel/paged_prefill_attention/4b-2x4096", {"us": 500.0, "tflop_s": 549.9})
+    add(root, "kernel/kv_write/4b-rows64", {"us": 5.0})
+    add(root, "kernel/causal_conv/4b-no-such-spec", {"us": 5.0})
+    add(root, "kernel/no_such_op/4b-rows64", {"us": 5.0})
+    add(root, "kernel/gdn_decode/4b-rows1", {"us": 5.0}, device="NVIDIA A100")
+    add(root, "kernel/gdn_decode/4b-rows16", {"us": 5.0}, checks={"first_mismatch": [1]})
+    text = make(root, draw=True)
+    dots = bench_report.roofline_dots(load_known(root / "benchmarks/results", root / "benchmarks/peers.json"))
+    assert {op: [dot.label for dot in found] for op, found in dots.items()} == {
+        "gdn_decode": ["4b-rows64", "4b-rows64@bf16state"],
+        "paged_prefill_attention": ["4b-2x4096"],
+    }
+    first, attention = dots["gdn_decode"][0], dots["paged_prefill_attention"][0]
+    assert first.rate / first.intensity == pytest.approx(2.769, rel=1e-3), "the record's bytes a second"
+    assert attention.rate == pytest.approx(549.9, rel=1e-3)
+    assert "![roofline](pictures/roofline.png)" in section(text, "kernels")
+    assert "![roofline](benchmarks/pictures/roofline.png)" in (root / "README.md").read_text()
+    path = root / "benchmarks/pictures/roofline.png"
+    before = path.read_bytes()
+    assert before.startswith(b"\x89PNG") and len(before) > 5000
+    make(root, draw=True)
+    assert path.read_bytes() == before
+    path.unlink()
+    assert "roofline.png is missing" in "".join(bench_report.report(root, check=True, draw=False))
+
+
+def test_names_in_a_roofline_are_free_of_each_other(tmp_path, monkeypatch):
+    boxes = []
+    put = pictures._Names.put
+
+    def watched(self, words, *rest, **options):
+        put(self, words, *rest, **options)
+        boxes.append((words, self._taken[-1]))
+
+    monkeypatch.setattr(pictures._Names, "put", watched)
+    crowd = [pictures.Dot(f"rows{n}@bf16state", 1.4, rate) for n, rate in ((1, 2.0), (2, 2.01), (3, 2.4), (4, 2.9))]
+    beside = [pictures.Dot("8x1024", 1.5, 2.4), pictures.Dot("1x8192", 3000.0, 700.0)]
+    pictures.draw_roofline(tmp_path / "a.png", "title", {"a": crowd, "b": beside}, tb_s=4.26, tflop_s=780)
+    words = [name for name, _ in boxes]
+    assert words[2:] == ["rows1, rows2 @bf16state", "rows3 @bf16state", "rows4 @bf16state", "8x1024", "1x8192"]
+    for at, (name, box) in enumerate(boxes):
+        for other, box2 in boxes[:at]:
+            apart = box[0] >= box2[2] or box2[0] >= box[2] or box[1] >= box2[3] or box2[1] >= box[3]
+            assert apart, (name, other)
 
 
 def test_making_it_again_changes_nothing_and_check_sees_every_change(root, capsys):

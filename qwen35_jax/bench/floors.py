@@ -123,8 +123,34 @@ def decode_step_floor_s(
         state_dtype: dtype of the recurrent state, "float32" or "bfloat16".
         ceilings: of the device.
     """
-    per_row = 2 * state_bytes(config, state_dtype) + context * kv_token_bytes(config)
-    return decode_gemm_floor_s(config, rows, ceilings) + rows * per_row / ceilings.bytes_per_s
+    return sum(decode_part_floors_s(config, rows, context, state_dtype=state_dtype, ceilings=ceilings).values())
+
+
+def decode_part_floors_s(
+    config: ModelConfig,
+    rows: int,
+    context: float,
+    *,
+    state_dtype: str = "float32",
+    ceilings: Ceilings = H200,
+) -> dict[str, float]:
+    """The same step by its parts, named as :data:`~qwen35_jax.bench.device_trace.PARTS` does; their sum is the step's.
+
+    ``GEMMs`` (all of them together): the weights, or the products. ``gdn_decode``: every row's state read and written.
+    ``paged_decode_attention``: every row's keys and values read.
+
+    Args:
+        config: the model.
+        rows: sequences.
+        context: tokens of each of them, on average.
+        state_dtype: dtype of the recurrent state, "float32" or "bfloat16".
+        ceilings: of the device.
+    """
+    return {
+        "GEMMs": decode_gemm_floor_s(config, rows, ceilings),
+        "gdn_decode": rows * 2 * state_bytes(config, state_dtype) / ceilings.bytes_per_s,
+        "paged_decode_attention": rows * context * kv_token_bytes(config) / ceilings.bytes_per_s,
+    }
 
 
 def prefill_floor_s(
@@ -147,6 +173,57 @@ def prefill_floor_s(
         operations += causal_attention_flops(config, lengths)
     reading = ITEMSIZE * layer_parameters(config) / ceilings.bytes_per_s
     return max(reading, operations / ceilings.flops_per_s)
+
+
+def prefill_part_floors_s(
+    config: ModelConfig,
+    lengths: Sequence[int],
+    *,
+    state_dtype: str = "float32",
+    ceilings: Ceilings = H200,
+) -> dict[str, float]:
+    """Whole prompts, by the parts of a prefill, named as :data:`~qwen35_jax.bench.device_trace.PARTS` does.
+
+    ``GEMMs`` is :func:`prefill_floor_s`, the floor of the step. The others are floors of kernels of their own: their
+    inputs read once and their outputs written once through the device's memory. A product that did such a part's work
+    on the way would save it, and what the L2 cache still has from the kernel before need not be read, which is why
+    these are no terms of the step's floor. Of all layers together, in numbers of ``ITEMSIZE`` a token:
+
+    - ``causal_conv``: its channels in and out; a request's tail out.
+    - ``gdn_prefill``: queries, keys, values and two gates a value head in, outputs out; a request's state out (no
+      products: how many there are depends on the form of the algorithm).
+    - ``gated_norm``: outputs and gates in, outputs out.
+    - ``kv_write``: queries, keys and values in and out.
+    - ``paged_prefill_attention``: the products of causal attention, or queries, gates, keys and values in and outputs
+      out, whichever takes longer.
+    - ``add_rms_norm``: the residual stream and what is added in, the stream and its norm out; twice a layer, without
+      the first norm, which adds nothing, and the last, which only sees the last tokens.
+    - ``swiglu``: two halves in, one out.
+
+    Args:
+        config: the model.
+        lengths: tokens of each prompt, none of them seen before.
+        state_dtype: dtype of the recurrent state, "float32" or "bfloat16".
+        ceilings: of the device.
+    """
+    attention, gdn, tokens = config.attention, config.gdn, sum(lengths)
+    linear, full = config.num_gdn_layers, config.num_attention_layers
+    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    tail = gdn.conv_dim * (gdn.conv_kernel - 1)
+    numbers = {
+        "causal_conv": linear * (2 * tokens * gdn.conv_dim + len(lengths) * tail),
+        "gdn_prefill": linear * tokens * (gdn.conv_dim + 2 * gdn.num_v_heads + gdn.value_dim),
+        "gated_norm": linear * tokens * 3 * gdn.value_dim,
+        "kv_write": full * tokens * 2 * (queries + 2 * keys),
+        "paged_prefill_attention": full * tokens * (3 * queries + 2 * keys),
+        "add_rms_norm": (2 * config.num_layers - 1) * tokens * 4 * config.hidden_size,
+        "swiglu": config.num_layers * tokens * 3 * config.intermediate_size,
+    }
+    floors = {part: ITEMSIZE * number / ceilings.bytes_per_s for part, number in numbers.items()}
+    floors["gdn_prefill"] += len(lengths) * state_bytes(config, state_dtype) / ceilings.bytes_per_s
+    products = causal_attention_flops(config, lengths) / ceilings.flops_per_s
+    floors["paged_prefill_attention"] = max(floors["paged_prefill_attention"], products)
+    return {"GEMMs": prefill_floor_s(config, tokens, ceilings=ceilings), **floors}
 
 
 def offline_floor(

@@ -96,12 +96,10 @@ class Known:
     def floor(self, cell: str) -> tuple[float, float | None] | None:
         """Floor in the unit of the cell's main metric; of an offline job also the one with perfect overlap."""
         parsed, record = parse_cell(cell), self.record(cell)
-        if parsed.subject not in PRESETS or "fp32" in parsed.suffixes:
-            return None
-        if record is not None and (record.device, record.device_count) != (FLOOR_DEVICE, 1):
+        if not _has_floor(parsed, record):
             return None
         config, settings = ModelConfig.preset(parsed.subject), record.settings if record else {}
-        state = "bfloat16" if "bf16state" in parsed.suffixes else settings.get("state_dtype", "float32")
+        state = _state_dtype(parsed, record)
         if parsed.kind == "decode" and parsed.load is not None:
             context = settings.get("context", DEFAULT_CONTEXT)
             return floors.decode_step_floor_s(config, int(parsed.load), context, state_dtype=state) * 1e3, None
@@ -112,6 +110,41 @@ class Known:
             floor = floors.offline_floor(config, *lengths, rows, state_dtype=state)
             return floor.in_turns_tok_s, floor.overlapped_tok_s
         return None
+
+    def profiled(self, cell: str) -> Record | None:
+        """The newest record of a step whose figures count and that says the times of its parts."""
+        records = self.series.get((cell, MAIN_METRIC[parse_cell(cell).kind]), ())
+        good = (record for record in reversed(records) if not record.faults() and record.metrics.get("parts"))
+        return next(good, None)
+
+
+def part_floors_ms(record: Record) -> dict[str, float]:
+    """Floors of the parts of a decode step or prefill, and of the "step", in milliseconds; empty where it has none."""
+    parsed = parse_cell(record.cell)
+    if parsed.load is None or not _has_floor(parsed, record):
+        return {}
+    config, state = ModelConfig.preset(parsed.subject), _state_dtype(parsed, record)
+    if parsed.kind == "decode":
+        context = record.settings.get("context", DEFAULT_CONTEXT)
+        found = floors.decode_part_floors_s(config, int(parsed.load), context, state_dtype=state)
+        found["step"] = sum(found.values())
+    elif lengths := record.settings.get("lengths"):
+        found = floors.prefill_part_floors_s(config, lengths, state_dtype=state)
+    else:
+        found = {"GEMMs": floors.prefill_floor_s(config, parsed.load)}
+    found.setdefault("step", found["GEMMs"])
+    return {part: seconds * 1e3 for part, seconds in found.items()}
+
+
+def _has_floor(cell: Cell, record: Record | None) -> bool:
+    if cell.subject not in PRESETS or "fp32" in cell.suffixes:
+        return False
+    return record is None or (record.device, record.device_count) == (FLOOR_DEVICE, 1)
+
+
+def _state_dtype(cell: Cell, record: Record | None) -> str:
+    settings = record.settings if record else {}
+    return "bfloat16" if "bf16state" in cell.suffixes else settings.get("state_dtype", "float32")
 
 
 def _mean_lengths(cell: Cell, record: Record | None) -> tuple[float, float] | None:

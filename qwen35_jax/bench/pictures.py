@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from qwen35_jax.errors import UserInputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 COLOURS = {"ours": "#c23b22", "vLLM": "#2f6db5", "floor": "#7f7f7f"}
 """Colours of the series that every picture shows alike."""
@@ -109,6 +111,173 @@ def draw_bars(
     if len(series) > 1:
         axes.legend(fontsize=8)
     _save(figure, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A workload in a roofline.
+
+    Attributes:
+        label: beside its marker.
+        intensity: operations a byte.
+        rate: operations a second, in millions of millions.
+    """
+
+    label: str
+    intensity: float
+    rate: float
+
+
+def draw_roofline(
+    path: Path, title: str, dots: Mapping[str, Sequence[Dot]], *, tb_s: float, tflop_s: float, note: str = ""
+) -> None:
+    """Rates against intensities, both logarithmic, under the two roofs of a device; a kind of marker an op.
+
+    Dots of an op that would hide each other share a label.
+
+    Args:
+        path: the PNG to write.
+        title: over the axes.
+        dots: workloads by op; at least one.
+        tb_s: the memory's roof, TB/s.
+        tflop_s: the products' roof, TFLOP/s.
+        note: under the legend.
+
+    Raises:
+        UserInputError: matplotlib is not installed.
+    """
+    figure = _figure(13.0, 8.0)
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    every = [dot for found in dots.values() for dot in found]
+    ridge = tflop_s / tb_s
+    left, right = min(dot.intensity for dot in every) / 1.6, max(ridge, *(dot.intensity for dot in every)) * 3
+    low, high = min(dot.rate for dot in every) / 1.6, tflop_s * 2
+    axes.set_xlim(left, right)
+    axes.set_ylim(low, high)
+    axes.plot([low / tb_s, ridge, right], [low, tflop_s, tflop_s], color="black", linewidth=1.2, zorder=1)
+    for number, (op, found) in enumerate(dots.items()):
+        axes.plot(
+            [dot.intensity for dot in found],
+            [dot.rate for dot in found],
+            linestyle="none",
+            marker=_MARKERS[number % len(_MARKERS)],
+            markersize=6,
+            color=f"C{number % 10}",
+            label=op,
+            zorder=3,
+        )
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel("operations a compulsory byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(True, which="major", alpha=0.3)
+    legend = axes.legend(loc="lower right", fontsize=9, title=note or None, title_fontsize=8)
+    figure.canvas.draw()  # places are in pixels, which only a laid out figure has
+    names = _Names(axes)
+    names.avoid_line((low / tb_s, low), (ridge, tflop_s))
+    names.avoid_line((ridge, tflop_s), (right, tflop_s))
+    names.avoid(legend.get_window_extent())
+    for dot in every:
+        names.avoid_dot(dot)
+    middle = (left * ridge) ** 0.5
+    names.put(f"memory: {tb_s:g} TB/s", (middle, middle * tb_s), "black", far=True)
+    names.put(f"products: {tflop_s:g} TFLOP/s", (ridge * (right / ridge) ** 0.5, tflop_s), "black")
+    for number, found in enumerate(dots.values()):
+        for label, place in _together(found, names.pixels):
+            names.put(label, place, f"C{number % 10}")
+    _save(figure, path)
+
+
+_MARKERS = "osD^vP*X"
+_NEAR = 7.0  # pixels: markers closer than that share a label
+
+
+def _together(
+    dots: Sequence[Dot], pixels: Callable[[tuple[float, float]], tuple[float, float]]
+) -> list[tuple[str, tuple[float, float]]]:
+    """Labels and places; of dots whose markers lie on each other, those of the first with all labels."""
+    groups: list[list[Dot]] = []
+    for dot in sorted(dots, key=lambda dot: (dot.intensity, dot.rate)):
+        at = pixels((dot.intensity, dot.rate))
+        for group in groups:
+            if math.dist(at, pixels((group[-1].intensity, group[-1].rate))) < _NEAR:
+                group.append(dot)
+                break
+        else:
+            groups.append([dot])
+    return [(_joined([dot.label for dot in group]), (group[0].intensity, group[0].rate)) for group in groups]
+
+
+def _joined(labels: Sequence[str]) -> str:
+    """Labels one after the other; the suffix of all of them once."""
+    suffixes = {label.partition("@")[2] for label in labels}
+    if len(suffixes) > 1 or "" in suffixes:
+        return ", ".join(labels)
+    return f"{', '.join(label.partition('@')[0] for label in labels)} @{suffixes.pop()}"
+
+
+class _Names:
+    """Names of points, each beside its point where nothing else is, with a thin line to it if that is not close."""
+
+    def __init__(self, axes: Axes):
+        self._axes = axes
+        self._taken: list[tuple[float, float, float, float]] = []
+
+    def pixels(self, place: tuple[float, float]) -> tuple[float, float]:
+        x, y = self._axes.transData.transform(place)
+        return float(x), float(y)
+
+    def avoid(self, box: Bbox) -> None:
+        self._taken.append((box.x0, box.y0, box.x1, box.y1))
+
+    def avoid_dot(self, dot: Dot) -> None:
+        x, y = self.pixels((dot.intensity, dot.rate))
+        self._taken.append((x - 5, y - 5, x + 5, y + 5))
+
+    def avoid_line(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        (x0, y0), (x1, y1) = self.pixels(start), self.pixels(end)
+        steps = max(2, int(math.hypot(x1 - x0, y1 - y0) / 4))
+        for step in range(steps + 1):
+            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
+            self._taken.append((x - 3, y - 3, x + 3, y + 3))
+
+    def put(self, words: str, place: tuple[float, float], colour: str, *, far: bool = False) -> None:
+        """Writes the name at the nearest free place; nowhere free, at the nearest of all."""
+        text = self._axes.text(*place, words, fontsize=8, color=colour, zorder=4)
+        text.set_in_layout(False)
+        size = text.get_window_extent()
+        width, height = size.width, size.height
+        x, y = self.pixels(place)
+        box = self._free(x, y, width, height, 24.0 if far else 9.0)
+        left, low = self._axes.transData.inverted().transform((box[0], box[1]))
+        text.set_position((float(left), float(low)))
+        text.set_verticalalignment("bottom")
+        self._taken.append(box)
+        # To the nearest point of the text.
+        near = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
+        if math.dist(near, (x, y)) > 14:
+            ends = self._axes.transData.inverted().transform([(x, y), near])
+            self._axes.plot(ends[:, 0], ends[:, 1], color=colour, linewidth=0.6, alpha=0.7, zorder=2)
+
+    def _free(self, x: float, y: float, width: float, height: float, least: float) -> tuple[float, float, float, float]:
+        frame = self._axes.get_window_extent()
+        first = None
+        for radius in range(int(least), 400, 4):
+            for angle in range(0, 360, 15):  # to the right first, then upwards and on
+                dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+                left = x + radius * dx - width * (1 - dx) / 2
+                low = y + radius * dy - height * (1 - dy) / 2
+                box = (left, low, left + width, low + height)
+                first = first or box
+                inside = frame.x0 < box[0] and box[2] < frame.x1 and frame.y0 < box[1] and box[3] < frame.y1
+                if inside and not any(
+                    box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
+                    for other in self._taken
+                ):
+                    return box
+        assert first is not None
+        return first
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -6,14 +6,12 @@ function of everything that is known and of the path of the results as the docum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pallas_kernels.provenance import DIRTY, UNKNOWN_COMMIT
 from qwen35_jax.bench.device_trace import GROUP_OF
 from qwen35_jax.bench.known import (
     DEFAULT_ROWS,
-    FLOOR_DEVICE,
     MAIN_METRIC,
     STARTS,
     Known,
@@ -21,50 +19,17 @@ from qwen35_jax.bench.known import (
     cell_order,
     size_order,
 )
+from qwen35_jax.bench.markdown import NO_FIGURE, invalid, join, measured, number, percent, table
+from qwen35_jax.bench.part_tables import decode_parts_section, prefill_parts_section
 from qwen35_jax.bench.records import OF_OPS, Record, parse_cell
 
 type Section = Callable[[Known, str], str]
 
 LATENCIES = ("tpot_mean_ms", "itl_p50_ms", "itl_p99_ms", "ttft_mean_ms", "output_tok_s")
-NO_FIGURE = "–"
 MEMORY_METRICS = ("peak_memory_gib", "planned_memory_gib")
 
 
 # --- words -------------------------------------------------------------------------------------------------------
-
-
-def number(value: Any) -> str:
-    """A figure with about three digits, or a range of two."""
-    if value is None:
-        return NO_FIGURE
-    if isinstance(value, list | tuple):
-        return "-".join(number(item) for item in value)
-    if isinstance(value, int) or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def percent(value: float | None) -> str:
-    """A share."""
-    return NO_FIGURE if value is None else f"{value:.0%}"
-
-
-def measured(record: Record | None, results: str) -> str:
-    """Commit and file of a record; ``results`` is the path of the results as the document sees it."""
-    if record is None:
-        return "not measured"
-    if record.commit == UNKNOWN_COMMIT:
-        commit = "**no commit**"
-    else:
-        commit = f"`{record.commit.removesuffix(DIRTY)[:9]}`" + (" **+ uncommitted changes**" if record.dirty else "")
-    where = "" if record.device == FLOOR_DEVICE else f"{record.device}, "
-    many = "" if record.device_count == 1 else f"{record.device_count} devices, "
-    return f"{where}{many}{commit}, [{record.source}]({results}/{record.source})"
-
-
-def invalid(record: Record) -> str:
-    """What stands in place of figures that do not count."""
-    return "**invalid**: " + "; ".join(record.faults()).replace("|", "/")
 
 
 def bound_by(record: Record | None) -> str:
@@ -97,12 +62,6 @@ def job_parts(known: Known, cell: str) -> str:
     request_s = n_out / record.metrics["output_tok_s"]
     prefill_s, decode_s = n_in / prefill.metrics["tok_s"], n_out * decode.metrics["step_ms"] * 1e-3 / rows
     return f"prefill {prefill_s / request_s:.0%}, decode {decode_s / request_s:.0%}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are not aligned."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def notes(known: Known, cells: Sequence[str]) -> str:
@@ -174,7 +133,7 @@ def headline_section(kind: str, header: Mapping[str, str]) -> Callable[[Known, s
             row = headline_row(known, cell)
             rows.append([*(row[name] for name in header), measured(known.record(cell), results)])
         titles = [title.format(**known.peers.labels) for title in header.values()]
-        return _join(table([*titles, "commit, file"], rows), notes(known, cells))
+        return join(table([*titles, "commit, file"], rows), notes(known, cells))
 
     return section
 
@@ -194,7 +153,7 @@ def latency_section(kind: str) -> Callable[[Known, str], str]:
             if peer := known.peer(cell, "vllm"):
                 figures = [number(peer.metrics.get(name)) for name in LATENCIES]
                 rows.append(["", known.peers.labels["vllm"], *figures, ""])
-        return _join(table([*header, "commit, file"], rows), notes(known, known.cells(kind)))
+        return join(table([*header, "commit, file"], rows), notes(known, known.cells(kind)))
 
     return section
 
@@ -223,7 +182,7 @@ def start_section(known: Known, results: str) -> str:
             rows.append(
                 [f"`{cell}`", words, ours, _figure(good, "compile_s"), programs, *shown, measured(record, results)]
             )
-    return _join(table(header, rows), notes(known, known.cells("start")))
+    return join(table(header, rows), notes(known, known.cells("start")))
 
 
 def _figure(record: Record | None, metric: str) -> str:
@@ -263,7 +222,7 @@ def kernel_section(known: Known, results: str) -> str:
                 measured(record, results),
             ]
         )
-    return _join(table(header, rows), notes(known, known.cells("kernel")))
+    return join(table(header, rows), notes(known, known.cells("kernel")))
 
 
 def _rate(metrics: Mapping[str, Any]) -> str:
@@ -341,11 +300,7 @@ def summary_section(known: Known, results: str) -> str:
         return "No figures have been recorded yet."
     caption = f"Measured on {' and '.join(sorted(devices))} with random weights, bf16, greedy, EOS ignored."
     header = ["model", "", "ours", known.peers.labels["vllm"], "floor", "share of the floor", "bound by"]
-    return _join(caption, table(header, rows))
-
-
-def _join(*parts: str) -> str:
-    return "\n\n".join(part for part in parts if part)
+    return join(caption, table(header, rows))
 
 
 _HEADLINE = {"cell": "cell", "ours": "ours", "vllm": "{vllm}"}
@@ -359,6 +314,8 @@ SECTIONS: Mapping[str, Section] = {
     ),
     "prefill": headline_section("prefill", {**_HEADLINE, "transformers": "{transformers}", "floor": "floor", **_FLOOR}),
     "decode": headline_section("decode", {**_HEADLINE, "floor": "floor", **_FLOOR}),
+    "prefill_parts": prefill_parts_section,
+    "decode_parts": decode_parts_section,
     "closed": latency_section("closed"),
     "open": latency_section("open"),
     "start": start_section,

@@ -2,8 +2,16 @@
 
 import pytest
 
+from pallas_kernels.spec import specs_of
 from qwen35_jax.bench import floors
-from qwen35_jax.bench.floors import Ceilings, decode_step_floor_s, offline_floor, prefill_floor_s
+from qwen35_jax.bench.floors import (
+    Ceilings,
+    decode_part_floors_s,
+    decode_step_floor_s,
+    offline_floor,
+    prefill_floor_s,
+    prefill_part_floors_s,
+)
 from qwen35_jax.cache import page_bytes
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.params import ParamPack
@@ -66,3 +74,57 @@ def test_options_move_what_they_should():
     pairs = 8 * 1024 * 1025 // 2
     attention = prefill_floor_s(FOUR, 8192, lengths=[1024] * 8) - prefill_floor_s(FOUR, 8192)
     assert attention == pytest.approx(4 * 8 * 16 * 256 * pairs / 780e12)
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_parts_of_a_decode_step_add_up_to_its_floor(rows, state_dtype):
+    parts = decode_part_floors_s(FOUR, rows, 1088, state_dtype=state_dtype)
+    assert list(parts) == ["GEMMs", "gdn_decode", "paged_decode_attention"]
+    assert sum(parts.values()) == decode_step_floor_s(FOUR, rows, 1088, state_dtype=state_dtype)
+    assert parts["GEMMs"] == floors.decode_gemm_floor_s(FOUR, rows)
+    assert parts["gdn_decode"] == pytest.approx(rows * 2 * floors.state_bytes(FOUR, state_dtype) / 4.26e12)
+    assert parts["paged_decode_attention"] == pytest.approx(rows * 1088 * floors.kv_token_bytes(FOUR) / 4.26e12)
+
+
+def test_the_floor_of_decode_parts_is_most_of_what_their_kernels_must_move():
+    """The specs of the kernels count projections, tails and outputs too, which are small beside states and keys."""
+    parts = decode_part_floors_s(FOUR, 64, 1024)
+    for op, spec, layers in (("gdn_decode", "4b-rows64", 24), ("paged_decode_attention", "4b-64x1k", 8)):
+        kernel = layers * specs_of(op)[spec].compulsory_bytes() / 4.26e12
+        assert 0.96 < parts[op] / kernel <= 1, op
+
+
+@pytest.mark.parametrize("size", ["0.8b", "4b", "9b"])
+def test_parts_of_a_prefill_move_what_their_kernels_must(size):
+    """In every layer; the weights of a kernel are not counted, nor states that fresh prompts do not have."""
+    config = ModelConfig.preset(size)
+    parts = prefill_part_floors_s(config, [1024] * 8)
+    for op, spec, layers in (
+        ("causal_conv", "8x1024", config.num_gdn_layers),
+        ("gdn_prefill", "8x1024", config.num_gdn_layers),
+        ("kv_write", "8x1024", config.num_attention_layers),
+        ("add_rms_norm", "rows8192", 2 * config.num_layers - 1),
+    ):
+        kernel = layers * specs_of(op)[f"{size}-{spec}"].compulsory_bytes() / 4.26e12
+        assert 0.96 < parts[op] / kernel <= 1, op
+    assert parts["GEMMs"] == prefill_floor_s(config, 8192)
+
+
+def test_prefill_attention_is_bound_by_bytes_or_operations():
+    long, short = [16384], [64] * 256
+    operations = prefill_floor_s(FOUR, 16384, lengths=long) - prefill_floor_s(FOUR, 16384)
+    assert prefill_part_floors_s(FOUR, long)["paged_prefill_attention"] == pytest.approx(operations)
+    moved = 8 * 16384 * 2 * (3 * 16 * 256 + 2 * 4 * 256)
+    assert prefill_part_floors_s(FOUR, short)["paged_prefill_attention"] == pytest.approx(moved / 4.26e12)
+
+
+def test_options_move_the_parts_of_a_prefill():
+    one, many = prefill_part_floors_s(FOUR, [8192]), prefill_part_floors_s(FOUR, [1024] * 8)
+    assert many["gdn_prefill"] - one["gdn_prefill"] == pytest.approx(7 * floors.state_bytes(FOUR) / 4.26e12)
+    half = prefill_part_floors_s(FOUR, [8192], state_dtype="bfloat16")
+    assert one["gdn_prefill"] - half["gdn_prefill"] == pytest.approx(floors.state_bytes(FOUR, "bfloat16") / 4.26e12)
+    slow = prefill_part_floors_s(FOUR, [1024] * 8, ceilings=Ceilings(bytes_per_s=2.13e12, flops_per_s=390e12))
+    assert slow == pytest.approx({part: 2 * seconds for part, seconds in many.items()})
+    assert many["swiglu"] == pytest.approx(32 * 8192 * 3 * 9216 * 2 / 4.26e12)
+    assert many["gated_norm"] == pytest.approx(24 * 8192 * 3 * 4096 * 2 / 4.26e12)
