@@ -209,7 +209,10 @@ def kernel_section(known: Known, results: str) -> str:
     for cell in known.cells("kernel"):
         record, good = known.record(cell), known.valid(cell)
         metrics = good.metrics if good else {}
-        peers = [p for name in known.peers.labels if (p := known.peer(cell, name))]
+        others = [p for name in known.peers.labels if (p := known.peer(cell, name))]
+        peers = [f"{known.peers.labels[p.peer]} {_peer_kernel(p)}" for p in others]
+        if good and "peer_us" in metrics:
+            peers.insert(0, f"{good.settings['peer']} {number(metrics['peer_us'])} us in the same run")
         rows.append(
             [
                 f"`{cell.removeprefix('kernel/')}`",
@@ -218,7 +221,7 @@ def kernel_section(known: Known, results: str) -> str:
                 _rate(metrics),
                 percent(metrics.get("share_of_ceiling")),
                 percent(metrics.get("spread")),
-                "; ".join(f"{known.peers.labels[p.peer]} {_peer_kernel(p)}" for p in peers) or NO_FIGURE,
+                "; ".join(peers) or NO_FIGURE,
                 measured(record, results),
             ]
         )
