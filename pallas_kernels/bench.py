@@ -4,9 +4,9 @@
 
 A figure is the time of one call inside a compiled program: calls are chained (each waits for the one before, pools are
 donated and updated in place), many to a program and several programs to a sample, so neither dispatch nor a copy
-of a pool is in it. Beside it stand the bytes and operations that any implementation must spend (:mod:`spec`), the
-ceilings of the device, and the distance of output and pools from the float32 reference on the same arguments, computed
-in the same run.
+of a pool is in it; calls take the layers of the pools in turns, so that they find these in memory, as a model does.
+Beside it stand the bytes and operations that any implementation must spend (:mod:`spec`), the ceilings of the device,
+and the distance of output and pools from the float32 reference on the same arguments, computed in the same run.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ SLACK = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
 """May be added to twice the error of the reference in that dtype: four roundoffs, or for float32 (where
 its own error is nothing) a thousand, which another order of long sums explains."""
 
+_COLD_BYTES = 256 << 20  # several times the L2 cache of any device that these kernels run on
 _PROGRAM_S = 4e-3  # a timed program should take so long at the least: several times what its dispatch takes
 _SHORTEST_CALL_S = 5e-6  # an op is a launch or two
 _MOST_ROUNDS = 64
@@ -167,11 +168,37 @@ def chained(spec: Spec, implementation: str | registry.Implementation, options: 
     return program
 
 
-def separate_inputs(arguments: dict[str, jax.Array], calls: int) -> list[dict[str, jax.Array]]:
-    """Copies of the arguments, one a call; a pool that is only read is shared (it may be gigabytes)."""
+def with_cold_layers(spec: Spec, calls: int) -> Spec:
+    """The spec with so many layers of its pools, up to one a call, that they do not fit into the L2 cache.
+
+    A layer of a model finds its state and its keys in memory: a chain of calls on one layer of a few rows would find
+    them in the cache, and be faster than memory allows.
+    """
+    if "num_layers" not in {field.name for field in dataclasses.fields(spec)}:
+        return spec
+    case = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, spec.case().arguments))
+    one_layer = sum(
+        array.size // array.shape[0] * array.dtype.itemsize for name, array in case.items() if name.endswith("_pool")
+    )
+    layers = min(calls, -(-_COLD_BYTES // max(one_layer, 1)))
+    return dataclasses.replace(spec, num_layers=max(spec.num_layers, layers))
+
+
+def separate_inputs(arguments: dict[str, jax.Array], calls: int, layers: int = 1) -> list[dict[str, jax.Array]]:
+    """Copies of the arguments, one a call; a pool that is only read is shared (it may be gigabytes).
+
+    Args:
+        arguments: of a call.
+        calls: how many.
+        layers: of the pools; calls take them in turns, from the one of the arguments on downwards.
+    """
     shared = {name: array for name, array in arguments.items() if name.endswith("_pool")}
     own = {name: array for name, array in arguments.items() if name not in shared}
-    return [shared | jax.tree.map(jnp.copy, own) for _ in range(calls)]
+    inputs = [shared | jax.tree.map(jnp.copy, own) for _ in range(calls)]
+    if "layer" in arguments:
+        for number, one in enumerate(inputs):
+            one["layer"] = (arguments["layer"] - number) % layers
+    return inputs
 
 
 def rounds_for(spec: Spec, calls: int, ceilings: Ceilings) -> int:
@@ -237,7 +264,8 @@ def prepare(
     arguments, options = case or _device_case(spec, seed=0)
     chosen = registry.get_op(spec.op).select(implementation, arguments | options).name
     pools = tuple(arguments[name] for name in spec.pools)
-    inputs = separate_inputs({name: array for name, array in arguments.items() if name not in spec.pools}, calls)
+    inputs = {name: array for name, array in arguments.items() if name not in spec.pools}
+    inputs = separate_inputs(inputs, calls, getattr(spec, "num_layers", 1))
     one = _op(spec, chosen, options)
     yardstick = _op(spec, registry.REFERENCE, options)
     programs = (
@@ -348,7 +376,8 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
         metrics["tflop_s"] = measurement.flops_per_s / 1e12
     metrics["share_of_ceiling"] = measurement.share(ceilings)
     metrics["measured_copy_tb_s"] = ceilings.measured_bytes_per_s / 1e12
-    settings = {"implementation": measurement.implementation, "dtype": spec.dtype, **settings}
+    layers = {"layers": spec.num_layers} if hasattr(spec, "num_layers") else {}
+    settings = {"implementation": measurement.implementation, "dtype": spec.dtype, **layers, **settings}
     return result(f"kernel/{spec.op}/{spec.name}", metrics, settings, measurement.checks, command)
 
 
@@ -441,6 +470,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         if options.dtype:
             chosen = [dataclasses.replace(spec, dtype=options.dtype) for spec in chosen]
+        if not options.tiny:
+            chosen = [with_cold_layers(spec, options.calls) for spec in chosen]
         waiting, cases = [], [threads.submit(_device_case, spec, 0) for spec in chosen]
         for number, (spec, case) in enumerate(zip(chosen, cases, strict=True), 1):
             _say(f"tracing {number} of {len(chosen)}: {spec.op}/{spec.name}")

@@ -92,7 +92,7 @@ class Workload:
             self._registered.supports(registry.current_target(), self.arguments)
         pools = {name: self._arguments[name] for name in spec.pools}
         inputs = {name: array for name, array in self._arguments.items() if name not in pools}
-        self._inputs = bench.separate_inputs(inputs, calls)
+        self._inputs = bench.separate_inputs(inputs, calls, getattr(spec, "num_layers", 1))
         yardstick = jax.jit(bench._op(spec, registry.REFERENCE, self._options))
         self._own = yardstick(self._arguments)
         self._exact = yardstick(bench._in_float32(self._arguments))
@@ -255,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         for tunable, spec in chosen:
             name = f"{spec.op}/{tunable.implementation}/{spec.name}"
+            spec = spec if options.tiny else bench.with_cold_layers(spec, options.calls)
             rounds = 1 if options.tiny else bench.rounds_for(spec, options.calls, ceilings)
             try:
                 work = Workload(tunable, spec, calls=options.calls, rounds=rounds, interpret=options.tiny)

@@ -15,6 +15,19 @@ from pallas_kernels.spec import specs_of, tiny_specs_of
 QUICK = ["--calls=2", "--dispatches=1", "--samples=2", "--copy-bytes=1048576"]
 
 
+def test_calls_take_layers_in_turns_that_no_cache_holds():
+    small, large = (specs_of("gdn_decode")[f"4b-rows{rows}"] for rows in (16, 256))
+    cold = bench.with_cold_layers(small, 8)
+    assert cold.num_layers == 7 and bench.with_cold_layers(small, 3).num_layers == 3, "layers of 41 MB"
+    assert bench.with_cold_layers(large, 8).num_layers == 1, "larger than any cache"
+    assert cold.compulsory_bytes() == small.compulsory_bytes(), "of a call"
+    spec = dataclasses.replace(tiny_specs_of("gdn_decode")["tiny1-rows5"], num_layers=3)
+    arguments, _ = bench._device_case(spec, 0)
+    layers = [int(one["layer"]) for one in bench.separate_inputs(arguments, 4, spec.num_layers)]
+    assert layers == [2, 1, 0, 2]
+    assert bench.with_cold_layers(tiny_specs_of("add_rms_norm")["tiny1-rows5"], 8).compulsory_bytes() > 0, "no pools"
+
+
 def test_a_run_that_is_cut_keeps_what_it_has(tmp_path, monkeypatch):
     output, measured, good = tmp_path / "kernels.json", [], bench.measure
 
