@@ -256,14 +256,18 @@ def plan_memory(
             )
         if num_kv_pages * page + slot + record > left:
             raise MemoryPlanError(f"num_kv_pages={num_kv_pages} needs {mib(num_kv_pages * page)}, {mib(left)} are left")
-        # One sequence fits, as was just seen.
-        num_seqs = min(max_num_seqs, max(1, (steady - num_kv_pages * page) // (slot + record)))
+        # One sequence fits, as was just seen. What was asked for and fits does not follow free memory: no steps.
+        asked = num_kv_pages * page + max_num_seqs * (slot + record)
+        room = left if asked <= left else steady
+        num_seqs = min(max_num_seqs, max(1, (room - num_kv_pages * page) // (slot + record)))
         num_pages = num_kv_pages
     else:
         # One sequence at full length must always fit beside the slots; the others share what is left.
         one = full * page + slot + record
         per_seq = slot + record + min(full, _TYPICAL_PAGES) * page
-        steady = max(steady, one)
+        # What was asked for and fits does not follow free memory: no steps.
+        asked = one + (max_num_seqs - 1) * per_seq
+        steady = max(steady, asked if asked <= left else one)
         num_seqs = min(max_num_seqs, 1 + (steady - one) // per_seq)
         num_pages = min((steady - num_seqs * (slot + record)) // page, num_seqs * full)
     if num_seqs < max_num_seqs:

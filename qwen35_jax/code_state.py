@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 PACKAGES = ("pallas_kernels", "qwen35_jax", "schedulers")
 """The project's packages: all code that has part in a program, beside what is installed."""
@@ -55,9 +55,7 @@ def source_digest(*folders: pathlib.Path) -> str | None:
     """
     total, code = hashlib.sha256(), 0
     for folder in folders:
-        # os.walk passes over folders that vanish under it.
-        found = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
-        for path in sorted(found):
+        for path in sorted(_files(folder)):
             if not path.endswith((".py", ".json")):
                 continue
             try:
@@ -68,6 +66,19 @@ def source_digest(*folders: pathlib.Path) -> str | None:
             total.update(json.dumps([name, hashlib.sha256(data).hexdigest()]).encode())
             code += path.endswith(".py")
     return total.hexdigest() if code else None
+
+
+def _files(folder: pathlib.Path) -> Iterator[str]:
+    """Every file below a folder, through links to folders as well, which an import follows."""
+    been: set[str] = set()
+    for where, folders, names in os.walk(folder, followlinks=True):  # passes over folders that vanish under it
+        real = os.path.realpath(where)
+        if real in been:  # a link back, or a second one
+            folders.clear()
+            continue
+        been.add(real)
+        folders.sort()
+        yield from (os.path.join(where, name) for name in names)
 
 
 def installed(paths: Iterable[str]) -> tuple[str, ...]:

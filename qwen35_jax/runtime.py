@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 JAX_SUBDIRECTORY = "jax"
 """Where JAX's own cache is, inside ``compilation_cache_dir``: it has the small programs outside of an engine's set."""
 
+_CACHE_SETTING = threading.Lock()
 _GPU_RESERVE = 0.02  # share of the allocator's arena left for fragmentation
 _CPU_SHARE = 0.5  # share of the host's free memory that pools may plan with: the job's own data lives there too
 
@@ -24,10 +26,12 @@ _CPU_SHARE = 0.5  # share of the host's free memory that pools may plan with: th
 def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) -> None:
     """Set up the backend: allocator arena, text of programs and JAX's own persistent cache, in a folder of its own.
 
-    The arena's size can only be set before the backend starts; a process that already uses a GPU keeps its own.
+    The arena's size can only be set before the backend starts; a process that already uses a GPU keeps its own. Where
+    the directory is there and that folder cannot be made in it (it is read-only), JAX's cache stays as it is, with a
+    warning.
 
     Raises:
-        UserInputError: the cache cannot be where it should.
+        UserInputError: the directory is none and cannot be made.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
     # A kernel's text holds the locations of its operations, and JAX's cache goes by the text. Python's stack of a trace
@@ -38,9 +42,12 @@ def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) ->
         try:
             os.makedirs(jax_cache, exist_ok=True)
         except OSError as error:
-            raise UserInputError(
-                f"compilation_cache_dir {compilation_cache_dir!r} cannot be a directory: {error.strerror}"
-            ) from error
+            if not os.path.isdir(compilation_cache_dir):
+                raise UserInputError(
+                    f"compilation_cache_dir {compilation_cache_dir!r} cannot be a directory: {error.strerror}"
+                ) from error
+            log.warning("%s cannot be made (%s): JAX's own cache stays as it is", jax_cache, error.strerror)
+            return
         jax.config.update("jax_compilation_cache_dir", jax_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -48,15 +55,19 @@ def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) ->
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """JAX's persistent cache is out of use in this process while the context is open, whoever has set it up."""
-    directory = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()  # JAX looks at the setting once, then keeps what it has opened
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", directory)
-        compilation_cache.reset_cache()
+    """JAX's persistent cache is out of use in this process while the context is open, whoever has set it up.
+
+    One thread at a time: another that came in between would take the setting for what it should be afterwards.
+    """
+    with _CACHE_SETTING:
+        directory = jax.config.jax_compilation_cache_dir
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()  # JAX looks at the setting once, then keeps what it has opened
+        try:
+            yield
+        finally:
+            jax.config.update("jax_compilation_cache_dir", directory)
+            compilation_cache.reset_cache()
 
 
 def devices() -> list[jax.Device]:

@@ -37,7 +37,7 @@ class Tiling:
     """What may be tuned.
 
     Attributes:
-        rows: tokens of a tile.
+        rows: tokens of a tile, two at least: what a span takes over of the next one's first request lies in one tile.
         stages: tiles in shared memory.
         blocks: blocks of the grid, about; all should be resident at once.
         unroll: rows whose loads are in flight together; divides ``rows``.
@@ -49,7 +49,7 @@ class Tiling:
     unroll: int = 8
 
     def __post_init__(self):
-        if not (1 <= self.rows <= 256 and self.stages >= 2 and self.blocks >= 1 and self.rows % self.unroll == 0):
+        if not (2 <= self.rows <= 256 and self.stages >= 2 and self.blocks >= 1 and self.rows % self.unroll == 0):
             raise ValueError(f"no tiling of this kernel: {self}")
 
 

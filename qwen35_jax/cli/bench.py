@@ -125,6 +125,8 @@ def _run(line: CommandLine, kind: str | None, make_engine: Callable[..., Engine]
     model_config, size = _model(line)
     if line.start_cell not in (None, "cold", "warm"):
         raise UserInputError(f"--start_cell must be cold or warm, got {line.start_cell!r}")
+    if line.results and os.path.isdir(line.results):
+        raise UserInputError(f"--results={line.results} is a directory, it must be a file")
     if line.results and os.path.exists(line.results):
         read_records(line.results)
     config = engine_config(_engine_options(line, specs))

@@ -87,13 +87,15 @@ TILING = mosaic_stream.Tiling(rows=8, stages=2, blocks=8, unroll=4)
         # Spans of 16 tokens: edges at the second and third token of a request, at its first, and in one that ends
         # before its fourth.
         (spec((15, 15, 18, 2, 14), (True,) * 5, model=NARROW), 12),
+        # The least tiles: the edge of a span moves over all of the next one.
+        (spec((7, 16, 0, 5, 2), (True, False, True, True, True), model=NARROW, num_pads=2), 200),
         # Fewer tokens than a tile has rows.
         (spec((3,), (True,), num_pads=2, model=NARROW), 12),
     ],
-    ids=["mixed", "edges", "tiny"],
+    ids=["mixed", "edges", "least", "tiny"],
 )
 def test_interpreted_matches_the_oracle(one, blocks):
-    tiling = dataclasses.replace(TILING, blocks=blocks)
+    tiling = dataclasses.replace(TILING, blocks=blocks, **({"rows": 2, "unroll": 2} if blocks == 200 else {}))
     compare(
         mosaic_stream.causal_conv, host(dataclasses.replace(one, dtype="float32").case(1, poison=True)), tiling=tiling
     )
@@ -141,7 +143,9 @@ def test_declines_what_it_cannot_run():
         supports(HOPPER, {name: jax.ShapeDtypeStruct((5, 100), jnp.bfloat16) for name in ("x", "weight")})
 
 
-@pytest.mark.parametrize("settings", [{"rows": 257}, {"stages": 1}, {"blocks": 0}, {"unroll": 5}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"rows": 257}, {"rows": 1, "unroll": 1}, {"stages": 1}, {"blocks": 0}, {"unroll": 5}], ids=str
+)
 def test_refuses_tilings_that_are_none(settings):
     with pytest.raises(ValueError, match="no tiling of this kernel"):
         mosaic_stream.Tiling(**settings)

@@ -214,6 +214,7 @@ def test_an_engine_that_breaks_is_one_line_and_exit_code_1(run, monkeypatch):
         (("throughput", "--preset=4b", "--check_rows=-1"), "check_rows must not be negative"),
         (("throughput", "--preset=4b", "--size=My Model"), "--size is needed"),
         (("throughput", "--preset=4b", "--results=pyproject.toml"), "pyproject.toml: not JSON"),
+        (("throughput", "--preset=4b", "--results=benchmarks/results"), "--results=benchmarks/results is a directory"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(run, monkeypatch, words, message):

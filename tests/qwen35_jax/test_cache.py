@@ -3,7 +3,16 @@
 import jax.numpy as jnp
 import pytest
 
-from qwen35_jax.cache import MemoryPlanError, cache_shapes, page_bytes, plan_memory, round_down, slot_bytes, tree_bytes
+from qwen35_jax.cache import (
+    MemoryPlanError,
+    cache_shapes,
+    page_bytes,
+    plan_memory,
+    round_down,
+    sampler_row_bytes,
+    slot_bytes,
+    tree_bytes,
+)
 from qwen35_jax.config import ModelConfig
 
 GIB = 2**30
@@ -107,3 +116,22 @@ def test_sizes_do_not_follow_every_byte_of_free_memory(limit_gib, num_kv_pages):
     span = limit_gib / 20
     near = [sizes(limit_gib + span * i / 400) for i in range(400)]  # five per cent more, in steps of megabytes
     assert len(set(near)) <= 60
+
+
+def test_what_is_asked_for_and_fits_is_given_in_full():
+    """Rounding takes from what follows free memory, never from sizes that a user has named."""
+    page, slot = page_bytes(MODEL, BF16), slot_bytes(MODEL, BF16, F32) + sampler_row_bytes(MODEL)
+    small = plan(30, max_num_seqs=8, sampled_rows=8, max_model_len=64, max_model_len_is_default=False)
+    left = small.limit - small.weights - small.workspace - page - slot
+    pages = (left - 8 * slot) // page  # to the last page; rounded, one sequence would be left
+    found = plan(
+        30, max_num_seqs=8, sampled_rows=8, max_model_len=64, max_model_len_is_default=False, num_kv_pages=pages
+    )
+    assert (found.num_seqs, found.num_pages, found.warnings) == (8, pages + 1, ())
+    assert found.total <= found.limit < found.total + page
+
+    length = (left - 8 * slot - 7 * 16 * page) // page * 64
+    found = plan(30, max_num_seqs=8, sampled_rows=8, max_model_len=length, max_model_len_is_default=False)
+    assert (found.num_seqs, found.max_model_len, found.warnings) == (8, length, ())
+    assert found.total <= found.limit
+    assert found.num_pages - 1 >= length // 64

@@ -192,6 +192,18 @@ def test_code_and_data_files_are_digested(tmp_path):
     assert len(set(found)) == len(found) and None not in found
 
 
+def test_folders_behind_links_are_digested_once(tmp_path):
+    package = write(tmp_path / "package", {"code.py": "x = 1"})
+    write(tmp_path / "elsewhere", {"code.py": "x = 1"})
+    found = [code_state.source_digest(package)]
+    (package / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(package)
+    found.append(code_state.source_digest(package))
+    write(tmp_path / "elsewhere", {"code.py": "x = 2"})
+    found.append(code_state.source_digest(package))
+    assert len(set(found)) == 3
+
+
 def test_every_module_of_the_project_is_digested():
     every = [path for name in code_state.PACKAGES for path in (ROOT / name).rglob("*.py")]
     read = []
