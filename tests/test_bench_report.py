@@ -191,6 +191,10 @@ def test_kernels_and_latencies(root):
     attention = row(text, "`paged_prefill_attention/4b-2x4096`")
     assert attention[3:5] == ["275 TFLOP/s", "–"] and "cuDNN 553 TFLOP/s; Mosaic" in attention[6]
     assert row(text, "`closed/4b/c8/1024x256`")[1:7] == ["ours", "5.50", "5.25", "7.75", "–", "–"]
+    same_run = {"settings": {"implementation": "mosaic_sm90", "peer": "cuDNN, dense"}}
+    add(root, "kernel/paged_prefill_attention/4b-2x4096", {"us": 400.0, "tflop_s": 600.0, "peer_us": 450.0}, **same_run)
+    peers = row(make(root), "`paged_prefill_attention/4b-2x4096`")[6]
+    assert peers.startswith("cuDNN, dense 450 us in the same run; ")
 
 
 def test_drift(root):
