@@ -338,7 +338,7 @@ class _Callable:
         {"function": len},
         {"supports": write},
     ],
-    ids=str,
+    ids=["function", "partial", "jitted", "object", "evaluated", "builtin", "supports"],
 )
 def test_a_kernel_of_others_is_seen_and_there_is_no_store(kernels, foreign, tmp_path):
     kernels(implementation(), implementation("mine", **foreign))
