@@ -41,8 +41,9 @@ def test_lowers_for_an_h200(spec):
     text = lowered_for_h200(spec)
     assert text.count("__gpu$xla.gpu.triton") == 2
     assert text.count("output_operand_alias<") == 1, "the pool is not updated in place"
-    arguments, options = abstract(spec)
-    assert get_op("gdn_prefill").select("auto", arguments | options, target=H200).name == NAME
+    for dtype, chosen in (("bfloat16", "mosaic_sm90"), ("float32", NAME)):
+        arguments, options = abstract(dataclasses.replace(spec, dtype=dtype))
+        assert get_op("gdn_prefill").select("auto", arguments | options, target=H200).name == chosen
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
