@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import peers, registry
+from pallas_kernels import registry
 from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
@@ -439,10 +439,21 @@ def table(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if an output was wrong."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    program: str = "python -m pallas_kernels.bench",
+    peer: Callable[[Spec], tuple[str, float] | None] | None = None,
+) -> int:
+    """Command line; returns 1 if an output was wrong.
+
+    Args:
+        argv: the flags; None takes the process's own.
+        program: what was called, for the records.
+        peer: another library's function for a spec: its name and microseconds, or None where there is none.
+    """
     ops = [op.name for op in registry.all_ops()]
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description="Time the kernels.")
+    parser = argparse.ArgumentParser(prog=program, description="Time the kernels.")
     parser.add_argument("--op", default="*", help=f"pattern over {', '.join(ops)}")
     parser.add_argument("--spec", default="4b-*", help="pattern over spec names")
     parser.add_argument("--tiny", action="store_true", help="tiny specs only, all of them unless --spec is given")
@@ -455,7 +466,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dispatches", type=int, default=8, help="programs a sample")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="size of the copy that measures the memory")
-    parser.add_argument("--peers", action="store_true", help="time other libraries too, where there is one (peers.py)")
     parser.add_argument("--output", default=None, help="JSON file to write the records to")
     options = parser.parse_args(argv)
     pattern = "*" if options.tiny and options.spec == parser.get_default("spec") else options.spec
@@ -468,12 +478,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if not chosen:
         parser.error(f"no spec matches --op={options.op} --spec={pattern}")
-    if options.peers:
-        try:
-            peers.require({spec.op for spec in chosen})
-        except peers.MissingPeer as missing:
-            parser.error(f"--peers: {missing}")
-    command = shlex.join(["python", "-m", "pallas_kernels.bench", *(sys.argv[1:] if argv is None else argv)])
+    command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
     ceilings = measure_ceilings(options.copy_bytes)
     settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
     measurements = []
@@ -508,8 +513,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready = prepared.pop(0)  # its data is freed with it
         _say(f"timing {ready.spec.op}/{ready.spec.name}, {len(prepared)} to come")
         measurement = measure(ready, dispatches=options.dispatches, samples=options.samples)
-        if options.peers:
-            measurement = dataclasses.replace(measurement, peer=peers.measure(ready.spec))
+        if peer is not None:
+            measurement = dataclasses.replace(measurement, peer=peer(ready.spec))
         measurements.append(measurement)
         if options.output:  # a run that is cut keeps what it has
             write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])

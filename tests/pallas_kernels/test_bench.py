@@ -28,36 +28,6 @@ def test_calls_take_layers_in_turns_that_no_cache_holds():
     assert bench.with_cold_layers(tiny_specs_of("add_rms_norm")["tiny1-rows5"], 8).compulsory_bytes() > 0, "no pools"
 
 
-def test_peers_stand_in_the_record(tmp_path, monkeypatch, capsys):
-    output = tmp_path / "kernels.json"
-    monkeypatch.setattr(bench.peers, "dense_attention", lambda spec: 12.5)
-    spec = dataclasses.replace(
-        tiny_specs_of("paged_prefill_attention")["tiny1-ragged"], lengths=(64, 64), prefixes=None
-    )
-    spec = dataclasses.replace(spec, name="tiny1-dense", num_pads=0)
-    specs = {"tiny1-dense": spec, "tiny1-ragged": tiny_specs_of("paged_prefill_attention")["tiny1-ragged"]}
-    monkeypatch.setattr(bench, "tiny_specs_of", lambda op: specs if op == "paged_prefill_attention" else {})
-    assert bench.main(["--tiny", "--op=paged_prefill_attention", "--peers", *QUICK, f"--output={output}"]) == 0
-    dense, ragged = json.loads(output.read_text())
-    assert dense["metrics"]["peer_us"] == 12.5 and dense["settings"]["peer"] == "cuDNN, dense"
-    assert "peer_us" not in ragged["metrics"], "none does ragged packs over pages"
-    assert "cuDNN, dense 12.5 us" in capsys.readouterr().out
-
-
-def test_a_peer_that_is_not_here_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(bench.peers, "_NEEDED", {"gdn_prefill": ("no_such_library",)})
-    with pytest.raises(SystemExit):
-        bench.main(["--tiny", "--op=gdn_prefill", "--peers", *QUICK])
-    assert "--peers: the peer of gdn_prefill needs no_such_library" in capsys.readouterr().err
-
-
-def test_the_dense_peer_runs_on_a_specs_shapes():
-    spec = dataclasses.replace(
-        tiny_specs_of("paged_prefill_attention")["tiny1-ragged"], lengths=(16, 16), prefixes=None
-    )
-    assert bench.peers.dense_attention(spec, implementation="xla") > 0
-
-
 def test_a_run_that_is_cut_keeps_what_it_has(tmp_path, monkeypatch):
     output, measured, good = tmp_path / "kernels.json", [], bench.measure
 

@@ -1,6 +1,8 @@
-"""What other libraries take for the same work, timed in the same run as the kernels: ``bench --peers``.
+"""The kernels beside other libraries: ``pallas_kernels.bench`` with what they take for the same work, in one run.
 
-Nothing else imports this, and it imports the libraries only when it is asked to time them:
+    python scripts/bench_peers.py --spec='4b-*' --output=benchmarks/results/kernels.json
+
+Flags are those of ``python -m pallas_kernels.bench``; records get ``peer_us``. The peers, which are imported only here:
 
 * ``gdn_prefill``: flash-linear-attention's ``chunk_gated_delta_rule`` (packages ``fla-core``, ``einops``, ``torch``) on
   heads, lengths and states of the spec, its own normalisation of queries and keys switched on, gates ready made;
@@ -12,36 +14,28 @@ from __future__ import annotations
 
 import importlib
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from pallas_kernels.gdn_prefill.specs import GdnPrefillSpec
-from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
-from pallas_kernels.spec import Spec
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
-_NEEDED = {"gdn_prefill": ("torch", "einops", "fla.ops.gated_delta_rule")}
+from pallas_kernels import bench  # noqa: E402
+from pallas_kernels.gdn_prefill.specs import GdnPrefillSpec  # noqa: E402
+from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec  # noqa: E402
+from pallas_kernels.spec import Spec  # noqa: E402
+
 _CALLS, _SAMPLES = 20, 5
 
 
 class MissingPeer(ImportError):
     """A library that was to be timed is not here; the message names it."""
-
-
-def require(ops: Iterable[str]) -> None:
-    """Import what the peers of some ops need.
-
-    Raises:
-        MissingPeer: it cannot be imported.
-    """
-    for op in ops:
-        for name in _NEEDED.get(op, ()):
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                raise MissingPeer(f"the peer of {op} needs {name}, which cannot be imported: {error}") from error
 
 
 def measure(spec: Spec) -> tuple[str, float] | None:
@@ -81,8 +75,7 @@ def dense_attention(spec: PagedPrefillAttentionSpec, implementation: str = "cudn
 
 def flash_linear_attention(spec: GdnPrefillSpec) -> float:
     """Microseconds of ``chunk_gated_delta_rule`` on a pack like the spec's, initial states in and final states out."""
-    torch = importlib.import_module("torch")
-    chunk = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    torch, chunk = _needed("torch"), _needed("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     model, tokens, requests = spec.model, sum(spec.lengths), len(spec.lengths)
     dtype = getattr(torch, spec.dtype)
 
@@ -115,6 +108,18 @@ def flash_linear_attention(spec: GdnPrefillSpec) -> float:
         return _middle(several, _CALLS)
 
 
+def _needed(name: str):
+    """A module of a peer.
+
+    Raises:
+        MissingPeer: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPeer(f"flash-linear-attention cannot be timed without {name}: {error}") from error
+
+
 def _middle(several: Callable[[], Any], calls: int) -> float:
     """Microseconds of a call: median over samples of a function that makes several and waits for them."""
     several()  # compiles and tunes
@@ -124,3 +129,16 @@ def _middle(several: Callable[[], Any], calls: int) -> float:
         several()
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times) * 1e6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The kernels' bench with its peers; 2 if one of them is not here."""
+    try:
+        return bench.main(argv, program="python scripts/bench_peers.py", peer=measure)
+    except MissingPeer as missing:
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
