@@ -176,14 +176,13 @@ def with_cold_layers(spec: Spec, calls: int) -> Spec:
     A layer of a model finds its state and its keys in memory: a chain of calls on one layer of a few rows would find
     them in the cache, and be faster than memory allows.
     """
-    if "num_layers" not in {field.name for field in dataclasses.fields(spec)}:
-        return spec
     case = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, spec.case().arguments))
     one_layer = sum(
         array.size // array.shape[0] * array.dtype.itemsize for name, array in case.items() if name.endswith("_pool")
     )
-    layers = min(calls, -(-_COLD_BYTES // max(one_layer, 1)))
-    return dataclasses.replace(spec, num_layers=max(spec.num_layers, layers))
+    if not one_layer:
+        return spec  # the op works on no layer of a pool
+    return dataclasses.replace(spec, num_layers=max(spec.num_layers, min(calls, -(-_COLD_BYTES // one_layer))))
 
 
 def separate_inputs(arguments: dict[str, jax.Array], calls: int, layers: int = 1) -> list[dict[str, jax.Array]]:
@@ -267,7 +266,7 @@ def prepare(
     chosen = registry.get_op(spec.op).select(implementation, arguments | options).name
     pools = tuple(arguments[name] for name in spec.pools)
     inputs = {name: array for name, array in arguments.items() if name not in spec.pools}
-    inputs = separate_inputs(inputs, calls, getattr(spec, "num_layers", 1))
+    inputs = separate_inputs(inputs, calls, spec.num_layers)
     one = _op(spec, chosen, options)
     yardstick = _op(spec, registry.REFERENCE, options)
     programs = (
@@ -381,8 +380,12 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
         name, metrics["peer_us"] = measurement.peer
         settings = {"peer": name, **settings}
     metrics["measured_copy_tb_s"] = ceilings.measured_bytes_per_s / 1e12
-    layers = {"layers": spec.num_layers} if hasattr(spec, "num_layers") else {}
-    settings = {"implementation": measurement.implementation, "dtype": spec.dtype, **layers, **settings}
+    settings = {
+        "implementation": measurement.implementation,
+        "dtype": spec.dtype,
+        "layers": spec.num_layers,
+        **settings,
+    }
     return result(f"kernel/{spec.op}/{spec.name}", metrics, settings, measurement.checks, command)
 
 

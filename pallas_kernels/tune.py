@@ -92,7 +92,7 @@ class Workload:
             self._registered.supports(registry.current_target(), self.arguments)
         pools = {name: self._arguments[name] for name in spec.pools}
         inputs = {name: array for name, array in self._arguments.items() if name not in pools}
-        self._inputs = bench.separate_inputs(inputs, calls, getattr(spec, "num_layers", 1))
+        self._inputs = bench.separate_inputs(inputs, calls, spec.num_layers)
         yardstick = jax.jit(bench._op(spec, registry.REFERENCE, self._options))
         self._own = yardstick(self._arguments)
         self._exact = yardstick(bench._in_float32(self._arguments))
