@@ -9,6 +9,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.registry import Target, UnsupportedArguments
 
+HOPPER_SHARED_BYTES = 220 * 1024
+"""Shared memory of a block on Hopper that stages may fill, less what is small."""
+
 
 def require_nvidia(target: Target, *, at_least: tuple[int, int], before: tuple[int, int] | None = None) -> None:
     """Decline anything but an NVIDIA GPU of a compute capability.

@@ -7,12 +7,12 @@ import functools
 import jax
 
 from pallas_kernels import checks, registry
-from pallas_kernels.causal_conv import mosaic_sm90, mosaic_stream, reference
+from pallas_kernels.causal_conv import mosaic_rows, mosaic_sm90, mosaic_stream, reference
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("causal_conv")
 OP.register(registry.REFERENCE, reference.causal_conv, priority=0)
-OP.register("mosaic_sm90", mosaic_sm90.causal_conv, priority=20, supports=mosaic_sm90.supports)
+OP.register("mosaic_sm90", mosaic_sm90.causal_conv, priority=20, supports=mosaic_rows.supports)
 OP.register("mosaic_stream", mosaic_stream.causal_conv, priority=30, supports=mosaic_stream.supports)
 
 

@@ -6,7 +6,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpu_support import require, require_nvidia
+
 THREADS = 128
+
+
+def supports(target, arguments) -> None:
+    """Hopper or newer, channels a multiple of the threads of a warpgroup."""
+    require_nvidia(target, at_least=(9, 0))
+    channels = arguments["weight"].shape[1]
+    require(channels % THREADS == 0, f"takes channels in multiples of {THREADS}, not {channels}")
+    require(arguments["x"].shape[0] > 0, "takes at least one token")
 
 
 def adjacent_channels(channels: int):

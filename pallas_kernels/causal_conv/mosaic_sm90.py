@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.causal_conv.mosaic_rows import THREADS, adjacent_channels, pick, silu_twice_rounded
-from pallas_kernels.gpu_support import require, require_nvidia
 from pallas_kernels.packing import tile_work_list
 
 THREAD_BYTES = 8  # of one token in one load of a thread
@@ -42,14 +41,6 @@ class Tiling:
     def __post_init__(self):
         if self.unroll < 3 or self.wide not in (0, 1):
             raise ValueError(f"no tiling of this kernel: {self}")
-
-
-def supports(target, arguments) -> None:
-    """Hopper or newer, channels a multiple of the threads of a warpgroup."""
-    require_nvidia(target, at_least=(9, 0))
-    channels = arguments["weight"].shape[1]
-    require(channels % THREADS == 0, f"takes channels in multiples of {THREADS}, not {channels}")
-    require(arguments["x"].shape[0] > 0, "takes at least one token")
 
 
 def causal_conv(

@@ -24,8 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
+from pallas_kernels.causal_conv import mosaic_rows
 from pallas_kernels.causal_conv.mosaic_rows import THREADS, adjacent_channels, pick, silu_twice_rounded
-from pallas_kernels.gpu_support import require, require_nvidia
+from pallas_kernels.gpu_support import require
 
 COPY_BYTES = 16  # what the copy engine needs rows of an array to be a multiple of
 SLOW_ROWS = 4  # that are in flight together where rows are stored from registers
@@ -60,13 +61,9 @@ def tuning_key(arguments) -> tuned.Key:
 
 
 def supports(target, arguments) -> None:
-    """Hopper or newer, channels a multiple of the threads of a warpgroup, rows that the copy engine can address."""
-    require_nvidia(target, at_least=(9, 0))
-    tokens, columns = arguments["x"].shape
-    channels = arguments["weight"].shape[1]
-    require(channels % THREADS == 0, f"takes channels in multiples of {THREADS}, not {channels}")
-    require(tokens > 0, "takes at least one token")
-    row = columns * jnp.dtype(arguments["x"].dtype).itemsize
+    """What :func:`mosaic_rows.supports` says, and rows that the copy engine can address."""
+    mosaic_rows.supports(target, arguments)
+    row = arguments["x"].shape[1] * jnp.dtype(arguments["x"].dtype).itemsize
     require(row % COPY_BYTES == 0, f"takes rows in multiples of {COPY_BYTES} bytes, not {row}")
 
 

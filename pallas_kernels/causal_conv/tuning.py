@@ -5,15 +5,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.causal_conv import mosaic_stream
+from pallas_kernels.gpu_support import HOPPER_SHARED_BYTES
 from pallas_kernels.tuned import Tunable
-
-SHARED_BYTES = 220 * 1024  # of a block on Hopper, less what is small
 
 
 def _fits(tiling: mosaic_stream.Tiling, arguments) -> bool:
     """Whether the stages fit into shared memory."""
     stage = tiling.rows * mosaic_stream.MAX_STRIP * jnp.dtype(arguments["x"].dtype).itemsize
-    return tiling.stages * stage <= SHARED_BYTES
+    return tiling.stages * stage <= HOPPER_SHARED_BYTES
 
 
 TUNABLES = (

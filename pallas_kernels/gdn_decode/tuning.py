@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.gdn_decode import mosaic_sm90, triton
+from pallas_kernels.gpu_support import HOPPER_SHARED_BYTES
 from pallas_kernels.tuned import Tunable
-
-SHARED_BYTES = 220 * 1024  # of a block on Hopper, less what is small
 
 
 def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
@@ -15,7 +14,7 @@ def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
     pool = arguments["state_pool"]
     tiles = pool.shape[2] // arguments["num_k_heads"] * (mosaic_sm90.DIM // tiling.values)
     stage = tiling.values * mosaic_sm90.DIM * jnp.dtype(pool.dtype).itemsize
-    return tiling.stages <= max(tiles, 2) and tiling.stages * stage <= SHARED_BYTES
+    return tiling.stages <= max(tiles, 2) and tiling.stages * stage <= HOPPER_SHARED_BYTES
 
 
 TUNABLES = (
