@@ -63,9 +63,3 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     # difference; the second from splitting only when the products that run meanwhile are done.
     high = lax.optimization_barrier(x.astype(jnp.bfloat16))
     return high, lax.optimization_barrier((x - high.astype(jnp.float32)).astype(jnp.bfloat16))
-
-
-def joined(halves: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The matrix that was split, to 16 bits of mantissa."""
-    high, low = halves
-    return high.astype(jnp.float32) + low.astype(jnp.float32)

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gdn_prefill import mosaic_solve
-from pallas_kernels.gdn_prefill.mosaic_products import joined, split, with_sums
+from pallas_kernels.gdn_prefill.mosaic_products import split, with_sums
 from pallas_kernels.gdn_prefill.mosaic_work import ALIGNMENT, Requests, most_windows, work_lists
 from pallas_kernels.gdn_prefill.triton import _KEPT, _QUERY, _READ, _WRITE, DIM
 from pallas_kernels.gpu_support import require, require_nvidia
@@ -120,16 +120,15 @@ def scan(
 class _Memory(NamedTuple):
     """Shared memory and barriers of a block."""
 
-    keys: Any  # [2, 64, 128], of this chunk and the next
-    queries: Any  # [64, 128]
+    reads: Any  # [2, 128, 128], keys and below them queries, of this chunk and the next
     values: Any  # [64 tokens, 64 value dims]
     solved: Any  # [2, 64, 64]
     scores: Any  # [2, 64, 64]
     factors: Any  # [4, 64]
-    out: Any  # [64 tokens, 64 value dims]
+    out: Any  # [64 tokens, 64 value dims], where the scores were
     rows: Any  # the same, rows one behind the other
-    keys_full: Any  # a barrier a stage
-    inputs_full: Any  # queries, values, solved, factors
+    reads_full: Any  # a barrier a stage
+    inputs_full: Any  # values, solved, factors
     scores_full: Any
 
 
@@ -156,12 +155,13 @@ def _kernel(
     request = Requests(*(requests_ref[field, place] for field in range(len(Requests._fields))))
     own = pl.ds(first_value, VALUES)
 
-    def scan(*memory):
+    def scan(reads, values, solved, shared, factors, *barriers):
+        scores, rows = shared  # a chunk's output takes the place of its scores
         _scan(
             (qkv_ref, solved_ref, scores_ref, factors_ref),
             pool_ref.at[layer_ref[0], request.slot, head, own],
             out_ref,
-            _Memory(*memory),
+            _Memory(reads, values, solved, scores, factors, scores.at[0], rows, *barriers),
             request,
             head,
             first_value,
@@ -188,16 +188,13 @@ def _kernel(
     def _():
         pl.run_scoped(
             scan,
-            plgpu.SMEM((2, TILE, DIM), dtype, **swizzled),
-            plgpu.SMEM((TILE, DIM), dtype, **swizzled),
+            plgpu.SMEM((2, 2 * TILE, DIM), dtype, **swizzled),
             plgpu.SMEM((TILE, VALUES), dtype, **swizzled),
             plgpu.SMEM((PARTS, TILE, TILE), dtype, **swizzled),
-            plgpu.SMEM((PARTS, TILE, TILE), dtype, **swizzled),
+            plgpu.RefUnion(plgpu.SMEM((PARTS, TILE, TILE), dtype, **swizzled), plgpu.SMEM((TILE, VALUES), dtype)),
             plgpu.SMEM((4, TILE), jnp.float32),
-            plgpu.SMEM((TILE, VALUES), dtype, **swizzled),
-            plgpu.SMEM((TILE, VALUES), dtype),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_arrivals=4),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(),
         )
 
@@ -227,15 +224,18 @@ def _scan(
     def window(chunk):
         return pl.ds(request.base + chunk * TILE, TILE)
 
-    def fetch_keys(chunk):
+    def keys(chunk):
+        return memory.reads.at[lax.rem(chunk, 2), pl.ds(0, TILE)]
+
+    def fetch_reads(chunk):
         stage = lax.rem(chunk, 2)
-        source = qkv_ref.at[window(chunk), pl.ds((num_k_heads + key_head) * DIM, DIM)]
-        plgpu.copy_gmem_to_smem(source, memory.keys.at[stage], memory.keys_full.at[stage])
+        for row, column in ((0, num_k_heads + key_head), (TILE, key_head)):
+            source = qkv_ref.at[window(chunk), pl.ds(column * DIM, DIM)]
+            plgpu.copy_gmem_to_smem(source, memory.reads.at[stage, pl.ds(row, TILE)], memory.reads_full.at[stage])
 
     def fetch_inputs(chunk):
         tile, barrier = request.tile + chunk, memory.inputs_full
         values = pl.ds(2 * num_k_heads * DIM + head * DIM + first_value, VALUES)
-        plgpu.copy_gmem_to_smem(qkv_ref.at[window(chunk), pl.ds(key_head * DIM, DIM)], memory.queries, barrier)
         plgpu.copy_gmem_to_smem(factors_ref.at[tile, head], memory.factors, barrier)
         plgpu.copy_gmem_to_smem(qkv_ref.at[window(chunk), values], memory.values, barrier)
         plgpu.copy_gmem_to_smem(solved_ref.at[tile, head], memory.solved, barrier)
@@ -243,10 +243,10 @@ def _scan(
     def fetch_scores(chunk):
         plgpu.copy_gmem_to_smem(scores_ref.at[request.tile + chunk, head], memory.scores, memory.scores_full)
 
-    fetch_keys(jnp.int32(0))
+    fetch_reads(jnp.int32(0))
     fetch_inputs(jnp.int32(0))
     fetch_scores(jnp.int32(0))
-    pl.when(chunks > 1)(lambda: fetch_keys(jnp.int32(1)))
+    pl.when(chunks > 1)(lambda: fetch_reads(jnp.int32(1)))
 
     def bounds(chunk):
         """Rows of a chunk's window that are the request's."""
@@ -275,83 +275,81 @@ def _scan(
                 ref[...] = jnp.where((row >= first) & (row < end), piece, jnp.zeros_like(piece))
             plgpu.commit_smem()
 
-    def await_keys(chunk):
+    def await_reads(chunk):
         stage = lax.rem(chunk, 2)
-        plgpu.barrier_wait(memory.keys_full.at[stage])
-        clean(chunk, *(memory.keys.at[stage, :, pl.ds(column, TILE)] for column in (0, TILE)))
+        plgpu.barrier_wait(memory.reads_full.at[stage])
+        clean(chunk, *(memory.reads.at[stage, pl.ds(0, TILE), pl.ds(column, TILE)] for column in (0, TILE)))
 
-    def add_reads(reads, chunk, halves):
+    def add_reads(reads, chunk, halves, column):
+        """The product of 64 key dims of the state with those of a chunk's keys and queries."""
         for half in halves:
-            reads.add(half, memory.keys.at[lax.rem(chunk, 2)].transpose((1, 0)))
+            reads.add(half, memory.reads.at[lax.rem(chunk, 2), :, pl.ds(column, TILE)].transpose((1, 0)))
 
     def one_chunk(chunk, carry):
-        """From the reads of a chunk to those of the next: nearly every wait has a product behind it."""
-        halves, read = carry
+        """From the reads of a chunk to those of the next."""
+        state, reads = carry
+        read, asked = reads[:, :TILE], reads[:, TILE:]
         plgpu.barrier_wait(memory.inputs_full)
         clean(chunk, memory.values)
 
         def products(out, delta, total, reads):
-            for half in halves:
-                out.add(half, memory.queries.transpose((1, 0)))
-            value = plgpu.load(memory.values.transpose((1, 0)), layout=_TRANSPOSED)
-            value = plgpu.layout_cast(value, _MATRIX).astype(jnp.float32)
+            value = plgpu.load(memory.values.transpose((1, 0)), layout=_MATRIX).astype(jnp.float32)
             high, low = split(value - rows(_READ) * read)
             solved = [memory.solved.at[number].transpose((1, 0)) for number in range(PARTS)]
             for left, right in ((low, solved[0]), (high, solved[1]), (high, solved[0])):
                 delta.add(left, right)
             kept, write = memory.factors[_KEPT, TILE - 1], rows(_WRITE)
-            out.start(rows(_QUERY) * out.read(running=3))
-            total.start(kept * joined(halves))
+            out.start(rows(_QUERY) * asked)
             found = delta.read(running=0)
-            for half in split(write * found):
-                total.add(half, memory.keys.at[lax.rem(chunk, 2)])
-            plgpu.commit_smem()  # everyone is done with the inputs
-
-            @pl.when(chunk + 1 < chunks)
-            def _():
-                fetch_inputs(chunk + 1)
-
             high, low = split(found)
             plgpu.barrier_wait(memory.scores_full)
             scores = [memory.scores.at[number].transpose((1, 0)) for number in range(PARTS)]
             for left, right in ((low, scores[0]), (high, scores[1]), (high, scores[0])):
                 out.add(left, right)
+            total.start(kept * state)
+            for half in split(write * found):
+                total.add(half, keys(chunk))
+            store(chunk, out.read(running=2).astype(out_ref.dtype))  # everyone is done with all inputs but the keys
 
             @pl.when(chunk + 1 < chunks)
             def _():
-                await_keys(chunk + 1)
+                fetch_inputs(chunk + 1)
+                await_reads(chunk + 1)
 
-            new_halves = split(total.read(running=3))
-            add_reads(reads, chunk + 1, new_halves)  # of nothing behind the last chunk
-            store(chunk, out.read(running=2))  # everyone is done with what the chunk had to itself
+            new_state = total.read(running=0)
+            # Here, not at the beginning of the sum's scope, from where zeros would hold registers.
+            reads.start(plgpu.layout_cast(jnp.zeros((VALUES, DIM), jnp.float32), _MATRIX))
+            for column in (0, TILE):  # of nothing behind the last chunk
+                add_reads(reads, chunk + 1, split(new_state[:, column : column + TILE]), column)
 
             @pl.when(chunk + 1 < chunks)
             def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output has left, everyone is done with the keys
                 fetch_scores(chunk + 1)
-                pl.when(chunk + 2 < chunks)(lambda: fetch_keys(chunk + 2))
+                pl.when(chunk + 2 < chunks)(lambda: fetch_reads(chunk + 2))
 
-            return new_halves, reads.read(running=0)
+            return new_state, reads.read(running=0)
 
         square, wide = (VALUES, TILE), (VALUES, DIM)
-        return with_sums(products, (square, square, wide, square), emulate=emulate)
+        return with_sums(products, (square, square, wide, wide), emulate=emulate)
 
     def first_reads(reads):
-        add_reads(reads, 0, halves)
+        # All is split before the first product: ptxas puts a wait in between otherwise.
+        for column, halves in [(column, split(state[:, column : column + TILE])) for column in (0, TILE)]:
+            add_reads(reads, 0, halves, column)
         return reads.read(running=0)
 
     state = plgpu.load(pool_ref, layout=_MATRIX, optimized=False).astype(jnp.float32)
     state = jnp.where(request.has_state != 0, state, jnp.zeros_like(state))
-    halves = split(state)
-    await_keys(jnp.int32(0))
-    read = with_sums(first_reads, ((VALUES, TILE),), emulate=emulate)
-    halves, _ = lax.fori_loop(0, chunks, one_chunk, (halves, read))
-    pool_ref[...] = joined(halves).astype(state_dtype)
+    await_reads(jnp.int32(0))
+    reads = with_sums(first_reads, ((VALUES, DIM),), emulate=emulate)
+    state, _ = lax.fori_loop(0, chunks, one_chunk, (state, reads))
+    pool_ref[...] = state.astype(state_dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
 
 
 def _store(out_ref, memory: _Memory, out, start, first, end, head, own):
     """The output of a chunk, value dims by tokens: whole tiles in one piece, ragged ones row by row."""
-    out = plgpu.layout_cast(out.astype(out_ref.dtype), _TRANSPOSED)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output before this one has left
 
     @pl.when((first == 0) & (end == TILE))
