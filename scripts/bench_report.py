@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pallas_kernels import registry
 from pallas_kernels.spec import specs_of
 from qwen35_jax.bench import floors, pictures
-from qwen35_jax.bench.known import FLOOR_DEVICE, Known, load_known
+from qwen35_jax.bench.known import FLOOR_DEVICE, Known, chunk_floors_ms, load_known
 from qwen35_jax.bench.pictures import Panel
 from qwen35_jax.bench.records import Record, parse_cell
 from qwen35_jax.bench.report import SECTIONS
@@ -76,6 +76,10 @@ def plan_pictures(known: Known) -> dict[str, Callable[[pathlib.Path], None]]:
     planned: dict[str, Callable[[pathlib.Path], None]] = {}
     if panels := decode_panels(known):
         planned["decode"] = lambda path: pictures.draw_lines(path, panels, logarithmic=True)
+    if prefills := prefill_panels(known):
+        planned["prefill"] = lambda path: pictures.draw_lines(path, prefills, logarithmic=True)
+    if longs := long_panels(known):
+        planned["long"] = lambda path: pictures.draw_lines(path, longs)
     if offline := offline_bars(known):
         planned["offline"] = lambda path: pictures.draw_bars(path, "Whole jobs", "output tokens a second", offline)
     if kernels := kernel_bars(known):
@@ -110,6 +114,38 @@ def decode_panels(known: Known) -> list[Panel]:
         for size, series in sizes.items()
         if any(points for label, points in series.items() if label.startswith("ours"))
     ]
+
+
+def prefill_panels(known: Known) -> list[Panel]:
+    """Milliseconds of a step of prompts against its tokens, a panel a size of which several numbers were measured."""
+    sizes: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for cell in known.cells("prefill"):
+        parsed, good = parse_cell(cell), known.valid(cell)
+        if good and parsed.load and "step_ms" in good.metrics:
+            series = sizes.setdefault(parsed.subject, {"ours": [], "floor": []})
+            label = "@".join(["ours", *parsed.suffixes])
+            series.setdefault(label, []).append((parsed.load, good.metrics["step_ms"]))
+            if not parsed.suffixes and (floor := known.floor(cell)):
+                series["floor"].append((parsed.load, parsed.load / floor[0] * 1e3))
+    return [
+        Panel(f"{size.upper()} prefill step", "tokens", "ms", series)
+        for size, series in sizes.items()
+        if len(series["ours"]) > 1
+    ]
+
+
+def long_panels(known: Known) -> list[Panel]:
+    """Milliseconds of a chunk against the tokens before it, a panel a long prompt."""
+    panels = []
+    for cell in known.cells("long"):
+        if good := known.valid(cell):
+            starts = [start for start, _ in good.settings["chunks"]]
+            series = {
+                "ours": list(zip(starts, good.metrics["chunk_ms"], strict=True)),
+                "floor": list(zip(starts, chunk_floors_ms(good), strict=False)),
+            }
+            panels.append(Panel(cell.removeprefix("long/"), "tokens before the chunk", "ms a chunk", series))
+    return panels
 
 
 def offline_bars(known: Known) -> dict[str, dict[str, float]]:

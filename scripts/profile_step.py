@@ -7,6 +7,13 @@ step is timed without the profiler, then run under it: a table gives the kernels
 which nothing ran (the measured step less its kernels), the launches a layer, and the floor. One record a step goes to
 --results: cells ``decode/<size>/rows<N>`` and ``prefill/<size>/<tokens>`` (prompts of 1024 tokens; others have a
 suffix).
+
+    python scripts/profile_step.py --preset=4b --decode_rows= --prefill= --long_prompt=131072 \\
+        --max_model_len=135168 --max_num_seqs=8 --num_kv_pages=2112
+
+A long prompt in chunks of --max_num_batched_tokens is the cell ``long/<size>/<tokens>``: the whole of it, each chunk
+beside its floor, the peak of memory, and the token that follows compared with that of chunks of half the size. It wants
+few sequences: the page table of every step has --max_num_seqs rows as wide as --max_model_len.
 """
 
 import contextlib
@@ -20,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from qwen35_jax import runtime
-from qwen35_jax.bench import cells, floors, steps
+from qwen35_jax.bench import cells, floors, long_prompt, steps
 from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, launches_of, part_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
 from qwen35_jax.bench.records import Record, append_records, make_record
@@ -75,7 +82,8 @@ class Measured:
         load: what ran.
         time: without the profiler.
         check: what it gave.
-        solo: a prefill's first prompt alone in the same program, and what that gave; None for decode.
+        solo: a prefill's first prompt alone, in the smallest program that holds it, and what that gave; None for decode
+            and for a single prompt.
         floor_ms: None on another device than the one whose ceilings are known.
         trace: under the profiler; None when that was not wanted.
         traced: steps in the trace.
@@ -167,8 +175,10 @@ def cells_of(size: str, rows: Sequence[int], prefill: Mapping[str, tuple[int, ..
     return found
 
 
-def make_engine(preset: str, config: EngineConfig, wanted: Sequence[Cell], context: int, variant: Variant) -> Engine:
-    """An engine with random weights and no programs but those that the steps need."""
+def make_engine(
+    preset: str, config: EngineConfig, wanted: Sequence[Cell], context: int, variant: Variant, long_tokens: int = 0
+) -> Engine:
+    """An engine with random weights and no programs but those that the steps and a long prompt need."""
     model = ModelConfig.preset(preset)
     runtime.prepare(config.gpu_memory_utilization, config.compilation_cache_dir)
 
@@ -179,6 +189,8 @@ def make_engine(preset: str, config: EngineConfig, wanted: Sequence[Cell], conte
             else steps.prefill_bucket_key(ladder, cell.lengths, variant)
             for cell in wanted
         ]
+        if long_tokens:
+            keys += long_prompt.keys_of(ladder, long_tokens, config.max_num_batched_tokens, variant)
         return list(dict.fromkeys(keys))
 
     with contextlib.closing(Progress()) as progress:
@@ -209,8 +221,9 @@ def measure(
         load = steps.decode_load(engine, cell.rows, context, variant)
     else:
         load = steps.prefill_load(engine, cell.lengths, variant)
-        alone = steps.prefill_load(engine, cell.lengths[:1], variant)
-        solo = alone, steps.check_step(engine, alone)
+        if len(cell.lengths) > 1:
+            alone = steps.prefill_load(engine, cell.lengths[:1], variant)
+            solo = alone, steps.check_step(engine, alone)
     check = steps.check_step(engine, load)
     time = steps.measure(engine, load, dispatches=dispatches, repeats=repeats)
     floor = None
@@ -240,7 +253,8 @@ def profiled(engine: Engine, step: Measured, number: int, directory: pathlib.Pat
 def checks_of(measured: Measured, others: Sequence[Measured]) -> dict[str, Any]:
     """What a record says about the results: finite rows, twins, and the same sequences in another step.
 
-    That is the largest other decode step, or for a prefill its first prompt alone.
+    That is the largest other decode step, for a prefill its first prompt alone, and for a single prompt the largest
+    other prefill that begins with it.
     """
     check, load = measured.check, measured.load
     found: dict[str, Any] = {"rows": check.rows, "finite_rows": check.finite, "first_mismatch": None}
@@ -252,10 +266,15 @@ def checks_of(measured: Measured, others: Sequence[Measured]) -> dict[str, Any]:
             found["twin_max_abs_delta_logprob"] = check.twin_logprob_delta
         if len(set(check.twin_tokens)) > 1 and found["first_mismatch"] is None:
             found["first_mismatch"] = {"what": "tokens of twins", "tokens": list(check.twin_tokens)}
-    decodes = [other for other in others if other.load.context and other is not measured]
+    # The sequences that begin alike: all decode rows of one context, or prompts of the first one's length.
+    alike = [
+        other
+        for other in others
+        if (other.load.context, other.load.lengths[:1]) == (load.context, load.lengths[:1]) and other is not measured
+    ]
     other, name = measured.solo, "the first prompt alone"
-    if load.context and decodes:
-        largest = max(decodes, key=lambda other: other.check.rows)
+    if other is None and alike:
+        largest = max(alike, key=lambda other: other.check.rows)
         other, name = (largest.load, largest.check), largest.cell
     if other is not None:
         compared = check.against(other[1], load, other[0])
@@ -285,12 +304,16 @@ def record_of(engine: Engine, measured: Measured, others: Sequence[Measured], va
         }
         if measured.launches is not None:
             metrics["launches"] = dataclasses.asdict(measured.launches)
+    clocks = {"timed": time.clocks, "profiled": measured.trace.clocks if measured.trace is not None else {}}
+    if any(clocks.values()):
+        metrics["clocks"] = {when: figures for when, figures in clocks.items() if figures}
     settings = {
         "program": str(load.key),
         "variant": variant,
         "dispatches": time.dispatches,
         "repeats": time.repeats,
         "profiled_steps": measured.traced,
+        **({"profiled_after": steps.SETTLE} if measured.traced else {}),
         **({"context": load.context} if load.context else {"lengths": list(load.lengths)}),
     }
     return make_record(
@@ -402,6 +425,7 @@ def flags() -> CommandLine:
     line.define("str", "decode_rows", "1,8,16,64,128,256", "Rows of the decode steps; empty for none.")
     line.define("int", "context", 1100, "Tokens that each decode row attends to.")
     line.define("str", "prefill", "8x1024", "Prefill steps: <prompts>x<tokens> or ragged; empty for none.")
+    line.define("int", "long_prompt", 0, "Tokens of a long prompt, in chunks of --max_num_batched_tokens; 0 for none.")
     line.define("str", "variant", "greedy", f"Sampler variant of the programs: {', '.join(VARIANTS)}; rows are greedy.")
     line.define("int", "repeats", 5, "Chains of dispatches that are timed; the median counts.")
     line.define("int", "dispatches", 16, "Dispatches of a chain.")
@@ -420,32 +444,42 @@ def _run(line: CommandLine) -> int:
     line.require("preset")
     if line.variant not in VARIANTS:
         raise UserInputError(f"--variant must be one of {', '.join(VARIANTS)}, got {line.variant!r}")
-    if line.profiled_steps < 0 or line.context < 1:
-        raise UserInputError("--profiled_steps must not be negative and --context at least 1")
+    if line.profiled_steps < 0 or line.context < 1 or line.long_prompt < 0:
+        raise UserInputError("--profiled_steps and --long_prompt must not be negative and --context at least 1")
     options = line.engine_options() | {"load_format": "random", "skip_tokenizer_init": True}
     config = EngineConfig(**options).validate()
     model = ModelConfig.preset(line.preset)
     prefill = parse_prefill(line.prefill, min(8192, config.max_num_batched_tokens))
     wanted = cells_of(line.preset.lower(), parse_rows(line.decode_rows), prefill, cells.suffixes(config))
-    if not wanted:
-        raise UserInputError("nothing to measure: --decode_rows and --prefill are both empty")
-    engine = make_engine(line.preset, config, wanted, line.context, line.variant)
+    if not wanted and not line.long_prompt:
+        raise UserInputError("nothing to measure: --decode_rows and --prefill are both empty, --long_prompt is 0")
+    engine = make_engine(line.preset, config, wanted, line.context, line.variant, line.long_prompt)
     found = []
     for cell in wanted:
         how = {"repeats": line.repeats, "dispatches": line.dispatches}
         found.append(measure(engine, model, cell, line.context, line.variant, **how))
         print(f"{cell.name}: {found[-1].time.step_ms:.3f} ms a step", file=sys.stderr, flush=True)
+    whole = None
+    if line.long_prompt:
+        how = {"variant": line.variant, "repeats": line.repeats}
+        with_floor = engine.programs.device.device_kind == FLOOR_DEVICE
+        whole = long_prompt.measure(engine, model, line.preset.lower(), line.long_prompt, with_floor=with_floor, **how)
     # Only now: a profiler that has been on once may leave the process slower.
     if line.profiled_steps:
         directory = pathlib.Path(line.trace_dir) if line.trace_dir else None
         found = [profiled(engine, step, line.profiled_steps, directory) for step in found]
     print("\n\n".join(table(step, line.top) for step in found))
     records = [record_of(engine, step, found, line.variant) for step in found]
+    if whole is not None:
+        if line.profiled_steps:
+            whole = long_prompt.profiled(engine, whole, line.profiled_steps, line.variant)
+        records.append(whole)
+        print(long_prompt.describe(whole))
     for record in records:
         print(f"{record.cell}: {dict(record.checks)}")
     if line.results:
         append_records(line.results, records)
-    if line.picture:
+    if line.picture and found:
         draw(pathlib.Path(line.picture), f"{line.preset} on {engine.programs.device.device_kind}", found)
     engine.close()
     return 1 if any(record.checks["first_mismatch"] for record in records) else 0

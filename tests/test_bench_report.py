@@ -82,7 +82,7 @@ def test_figures_stand_beside_vllm_and_the_floor(root):
     text = make(root)
     where = "`012345678`, [2026-01-02-first.json](results/2026-01-02-first.json)"
     assert row(text, "`decode/4b/rows64`")[1:] == ["8.00", "6.22", "4.02", "50%", "GEMMs 56%, GDN 25%", where]
-    assert row(text, "`prefill/4b/8192`")[1:6] == ["54,635", "75,000", "51,400", "109,272", "50%"]
+    assert row(text, "`prefill/4b/8192`")[1:8] == ["–", "75.0", "54,635", "75,000", "51,400", "109,272", "50%"]
     assert row(text, "`offline/4b/1024x128`")[5:9] == ["50%", "–", "5%", "3% / 0%"]
     # A request takes 29.7 ms: 18.7 of them are prefill at 54,635 tokens/s, 10.0 are 128 steps of 20 ms for 256 rows.
     add(root, "decode/4b/rows256", {"step_ms": 20.0})
@@ -134,6 +134,7 @@ def test_only_the_newest_record_counts_and_the_others_are_history(root):
         ("decode/4b/rows1", {"step_ms": 123.25}),
         ("prefill/4b/8192", {"tok_s": 123.25}),
         ("offline/4b/1024x128", {"output_tok_s": 123.25}),
+        ("long/4b/131072", {"tok_s": 123.25, "seconds": 123.25, "chunk_ms": [123.25]}),
         ("start/4b", {"cold_s": 123.25, "compile_s": 123.25, "peak_memory_gib": 123.25, "planned_memory_gib": 123.25}),
         ("closed/4b/c8/1024x256", {"tpot_mean_ms": 123.25, "ttft_mean_ms": 123.25}),
         ("kernel/gdn_decode/4b-rows64", {"us": 123.25, "tb_s": 123.25, "share_of_ceiling": 123.25}),
@@ -272,6 +273,63 @@ def test_the_parts_of_a_prefill_stand_beside_their_floors(root):
     assert floors == [[ms, "– |"] for ms in ("75.0", "1.23", "1.51", "1.13", "3.40", "75.0")], "none of another device"
     shares = [line.split(" | ")[1] for line in text.splitlines() if "nbsp;floor / ours" in line]
     assert shares == ["94%", "12%", "76%", "71%", "100%", "75%"]
+
+
+def test_prefill_steps_stand_in_order_of_their_tokens(root):
+    """The bar of one request is read in milliseconds; tables go by size, and a picture has what grows."""
+    steps = {1024: (12.5, "4b-1024"), 4096: (52.0, "4b-4096"), 8192: (104.0, "4b-8192")}
+    for tokens, (ms, file) in reversed(steps.items()):
+        metrics = {"tok_s": tokens / ms * 1e3, "step_ms": ms, "busy_ms": ms - 0.5, "idle_ms": 0.5}
+        metrics["parts"] = {"gemm": 0.75 * ms, "gdn_prefill": 0.125 * ms}
+        clocks = {"timed": {"sm_clock_mhz": 1740}, "profiled": {"sm_clock_mhz": 1755}} if tokens == 1024 else {}
+        how = {"settings": {"lengths": [1024] * (tokens // 1024)}}
+        add(root, f"prefill/4b/{tokens}", metrics | {"clocks": clocks}, f"{file}.json", **how)
+    add(root, "prefill/4b/8192@1x8192", {"tok_s": 7e4, "step_ms": 117.0}, settings={"lengths": [8192]})
+    text = make(root, draw=True)
+    rows = [line.split(" | ")[:4] for line in section(text, "prefill").splitlines() if "`prefill/" in line]
+    assert rows == [
+        ["| `prefill/4b/1024`", "12.5", "9.37", "81,920"],
+        ["| `prefill/4b/4096`", "52.0", "37.5", "78,769"],
+        ["| `prefill/4b/8192`", "104", "75.0", "78,769"],
+        ["| `prefill/4b/8192@1x8192`", "117", "75.0", "70,000"],
+    ]
+    assert row(text, "`prefill/4b/1024`")[8] == "GEMMs 75%, GDN 12%"
+    parts = section(text, "prefill_parts")
+    assert row(parts, "ms")[1:] == ["1,024 tokens", "4,096 tokens", "8,192 tokens"]
+    assert row(parts, "**step**")[1:] == ["12.5", "52.0", "104"]
+    assert "SM clock while timed / profiled, MHz: 1,740 / 1,755 (1,024 tokens)." in parts
+    assert "![prefill](pictures/prefill.png)" in section(text, "prefill")
+    (panel,) = bench_report.prefill_panels(load_known(root / "benchmarks/results", root / "benchmarks/peers.json"))
+    assert panel.series["ours"] == [(1024, 12.5), (4096, 52.0), (8192, 104.0)]
+    assert panel.series["ours@1x8192"] == [(8192, 117.0)] and len(panel.series["floor"]) == 3
+
+
+LONG = {"tok_s": 32768.0, "seconds": 4.0, "chunk_ms": [150.0, 3850.0], "floor_ms": 2637.0}
+LONG_CHUNKS = {"settings": {"chunks": [[0, 8192], [8192, 122880]]}}
+
+
+def test_long_prompts_chunk_by_chunk(root):
+    memory = {"peak_first_chunk_gib": 14.5, "peak_end_gib": 14.5}
+    last = {"step_ms": 3850.0, "idle_ms": 0.0, "parts": {"paged_prefill_attention": 2310.0, "gemm": 1155.0}}
+    add(root, "long/4b/131072", LONG | memory | {"last_chunk": last}, **LONG_CHUNKS)
+    add(root, "long/4b/131072@chunk4096", LONG, device="NVIDIA A100", **LONG_CHUNKS)
+    text = make(root, draw=True)
+    found = row(text, "`long/4b/131072`")
+    floor = 131072 / 2.6422  # 16 x 74.97 ms of products, 1,126 TFLOP of attention
+    assert found[1:3] == ["32,768", "4.00"] and float(found[3].replace(",", "")) == pytest.approx(floor, rel=1e-3)
+    assert found[5:8] == ["66%", "attention 60%, GEMMs 30%", "14.5 / 14.5"]
+    assert found[4] == "2.64" and row(text, "`long/4b/131072@chunk4096`")[3:6] == ["–"] * 3
+    # 75.0 ms of products and 5.64 of attention; what the first chunk leaves of 1,199.5 and 1,443.5 ms.
+    assert row(section(text, "long"), "0") == ["0", "8,192", "150", "80.6", "54%"]
+    assert row(section(text, "long"), "8,192")[1:4] == ["122,880", "3,850", "2,562"]
+    assert "![long](pictures/long.png)" in section(text, "long")
+    assert "| 4B | prompt of 131072 tokens in chunks of 8192: tok/s | 32,768 |" in (root / "README.md").read_text()
+    known = load_known(root / "benchmarks/results", root / "benchmarks/peers.json")
+    panels = bench_report.long_panels(known)
+    assert [panel.title for panel in panels] == ["4b/131072", "4b/131072@chunk4096"]
+    assert panels[0].series["ours"] == [(0, 150.0), (8192, 3850.0)] and panels[1].series["floor"] == []
+    argv = ["bench_report.py", f"--root={root}", "--check"]
+    assert bench_report.main(argv) == 0
 
 
 def test_parts_are_those_of_the_newest_good_profile(root):

@@ -103,11 +103,17 @@ class DeviceTrace:
         events: by start.
         note: why there are none; empty otherwise.
         skipped_lines: lines of the device that were not counted, with their numbers of events.
+        clocks: of the device meanwhile, see :attr:`~qwen35_jax.bench.clocks.Clocks.figures`.
     """
 
     events: tuple[DeviceEvent, ...]
     note: str = ""
     skipped_lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def last_steps(self, number: int, of: int) -> DeviceTrace:
+        """The trace of the last ``number`` of ``of`` steps that are alike, so that each has as many events."""
+        return dataclasses.replace(self, events=self.events[len(self.events) * (of - number) // of :])
 
     @property
     def busy_s(self) -> float:

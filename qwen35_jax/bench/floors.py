@@ -92,11 +92,16 @@ def kv_token_bytes(config: ModelConfig) -> int:
     return ITEMSIZE * 2 * config.num_attention_layers * attention.num_kv_heads * attention.head_dim
 
 
+def prefix_attention_flops(config: ModelConfig, start: int, length: int) -> int:
+    """Operations of causal attention of ``length`` tokens that follow ``start`` others, all layers."""
+    attention = config.attention
+    pairs = length * start + length * (length + 1) // 2
+    return 4 * config.num_attention_layers * attention.num_heads * attention.head_dim * pairs
+
+
 def causal_attention_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
     """Operations of causal attention over whole prompts: scores and weighted values, all layers."""
-    attention = config.attention
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return 4 * config.num_attention_layers * attention.num_heads * attention.head_dim * pairs
+    return sum(prefix_attention_flops(config, 0, length) for length in lengths)
 
 
 def decode_gemm_floor_s(config: ModelConfig, rows: int, ceilings: Ceilings = H200) -> float:
@@ -173,6 +178,34 @@ def prefill_floor_s(
         operations += causal_attention_flops(config, lengths)
     reading = ITEMSIZE * layer_parameters(config) / ceilings.bytes_per_s
     return max(reading, operations / ceilings.flops_per_s)
+
+
+def chunk_part_floors_s(config: ModelConfig, start: int, length: int, *, ceilings: Ceilings = H200) -> dict[str, float]:
+    """A chunk of a long prompt, of which ``start`` tokens are in the cache: what grows with them and what does not.
+
+    ``GEMMs`` is :func:`prefill_floor_s`. ``paged_prefill_attention``: the products of every token with its prefix and
+    the chunk up to itself, or the keys and values of prefix and chunk read once, whichever takes longer. Their sum is
+    the floor of the chunk.
+
+    Args:
+        config: the model.
+        start: tokens of the prompt before the chunk.
+        length: tokens of the chunk.
+        ceilings: of the device.
+    """
+    products = prefix_attention_flops(config, start, length) / ceilings.flops_per_s
+    reading = (start + length) * kv_token_bytes(config) / ceilings.bytes_per_s
+    return {
+        "GEMMs": prefill_floor_s(config, length, ceilings=ceilings),
+        "paged_prefill_attention": max(products, reading),
+    }
+
+
+def chunk_floors_s(
+    config: ModelConfig, chunks: Sequence[tuple[int, int]], *, ceilings: Ceilings = H200
+) -> tuple[float, ...]:
+    """Floors of the chunks of a long prompt, each a (start, length); see :func:`chunk_part_floors_s`."""
+    return tuple(sum(chunk_part_floors_s(config, *chunk, ceilings=ceilings).values()) for chunk in chunks)
 
 
 def prefill_part_floors_s(

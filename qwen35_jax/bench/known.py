@@ -25,6 +25,7 @@ DEFAULT_ROWS = 256
 MAIN_METRIC = {
     "offline": "output_tok_s",
     "prefill": "tok_s",
+    "long": "tok_s",
     "decode": "step_ms",
     "closed": "tpot_mean_ms",
     "open": "tpot_mean_ms",
@@ -105,6 +106,8 @@ class Known:
             return floors.decode_step_floor_s(config, int(parsed.load), context, state_dtype=state) * 1e3, None
         if parsed.kind == "prefill" and parsed.load is not None:
             return parsed.load / floors.prefill_floor_s(config, parsed.load), None
+        if parsed.kind == "long" and record is not None and (chunks := chunk_floors_ms(record)):
+            return parsed.load / sum(chunks) * 1e3, None
         if parsed.kind == "offline" and (lengths := _mean_lengths(parsed, record)):
             rows = settings.get("max_num_seqs", DEFAULT_ROWS)
             floor = floors.offline_floor(config, *lengths, rows, state_dtype=state)
@@ -134,6 +137,15 @@ def part_floors_ms(record: Record) -> dict[str, float]:
         found = {"GEMMs": floors.prefill_floor_s(config, parsed.load)}
     found.setdefault("step", found["GEMMs"])
     return {part: seconds * 1e3 for part, seconds in found.items()}
+
+
+def chunk_floors_ms(record: Record) -> tuple[float, ...]:
+    """Floors of the chunks of a long prompt, in milliseconds; empty where it has none."""
+    parsed = parse_cell(record.cell)
+    if not _has_floor(parsed, record):
+        return ()
+    chunks = record.settings.get("chunks", ())
+    return tuple(seconds * 1e3 for seconds in floors.chunk_floors_s(ModelConfig.preset(parsed.subject), chunks))
 
 
 def _has_floor(cell: Cell, record: Record | None) -> bool:

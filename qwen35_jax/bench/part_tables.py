@@ -110,6 +110,17 @@ def launches(columns: Sequence[Column]) -> str:
     return f"Launches: {', '.join(said)}." if said else ""
 
 
+def clocks(columns: Sequence[Column]) -> str:
+    """Clock of the multiprocessors in the timed and in the profiled steps, as a sentence; empty where none is known."""
+    said = []
+    for column in columns:
+        found = column.record.metrics.get("clocks") or {}
+        if found:
+            pair = " / ".join(number(found.get(when, {}).get("sm_clock_mhz")) for when in ("timed", "profiled"))
+            said.append(f"{pair} ({column.title})")
+    return f"SM clock while timed / profiled, MHz: {', '.join(said)}." if said else ""
+
+
 def sources(columns: Sequence[Column], results: str) -> str:
     """Commit and file of the columns, as a sentence."""
     grouped: dict[str, list[str]] = {}
@@ -139,7 +150,12 @@ def parts_section(kind: str) -> Callable[[Known, str], str]:
     def section(known: Known, results: str) -> str:
         sizes = columns_of(known, kind)
         blocks = [
-            join(f"**{size.upper()}**, {sources(columns, results)}", part_table(columns), launches(columns))
+            join(
+                f"**{size.upper()}**, {sources(columns, results)}",
+                part_table(columns),
+                launches(columns),
+                clocks(columns),
+            )
             for size, columns in sizes.items()
         ]
         return join(*blocks) or "Not measured yet."

@@ -35,6 +35,7 @@ _WORKLOAD = rf"({_COUNT}x{_COUNT}|[a-z][a-z0-9._-]*)"
 _PARTS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "offline": (("workload", _WORKLOAD, "<in>x<out> or a name such as lognormal"),),
     "prefill": (("load", rf"({_COUNT})", "a number of tokens"),),
+    "long": (("load", rf"({_COUNT})", "a number of tokens"),),
     "decode": (("load", rf"rows({_COUNT})", "rows<N>"),),
     "closed": (("load", rf"c({_COUNT})", "c<N>"), ("workload", _WORKLOAD, "<in>x<out> or a name")),
     "open": (("load", rf"qps({_RATE})", "qps<R>"), ("workload", _WORKLOAD, "<in>x<out> or a name")),
@@ -53,9 +54,10 @@ class Cell:
     """The parts of a cell's name.
 
     Attributes:
-        kind: "offline", "prefill", "decode", "closed", "open", "kernel", "drift" or "start".
+        kind: "offline", "prefill", "long", "decode", "closed", "open", "kernel", "drift" or "start".
         subject: size of the model, or the op of a kernel or drift.
-        load: tokens of a prefill, rows of a decode step, clients of a closed loop, requests a second of an open one.
+        load: tokens of a prefill or of a long prompt, rows of a decode step, clients of a closed loop, requests a
+            second of an open one.
         workload: ``<in>x<out>`` or a name (offline, closed, open), the spec of a kernel; empty where there is none.
         lengths: prompt and output tokens, where the workload says them.
         suffixes: names of the variant, in the order of the cell.

@@ -17,6 +17,7 @@ from qwen35_jax.bench.known import (
     Known,
     PeerFigure,
     cell_order,
+    chunk_floors_ms,
     size_order,
 )
 from qwen35_jax.bench.markdown import NO_FIGURE, invalid, join, measured, number, percent, table
@@ -36,10 +37,11 @@ def bound_by(record: Record | None) -> str:
     """The two largest groups of a step's parts, with their shares of the step."""
     if record is None:
         return NO_FIGURE
-    parts, step = record.metrics.get("parts"), record.metrics.get("step_ms")
+    metrics = record.metrics.get("last_chunk", record.metrics)  # a long prompt has the parts of its last chunk
+    parts, step = metrics.get("parts"), metrics.get("step_ms")
     if not isinstance(parts, Mapping) or not step:
         return NO_FIGURE
-    groups = {"idle": record.metrics.get("idle_ms") or 0.0}
+    groups = {"idle": metrics.get("idle_ms") or 0.0}
     for part, ms in parts.items():
         group = GROUP_OF.get(part, part)
         groups[group] = groups.get(group, 0.0) + ms
@@ -117,6 +119,8 @@ def headline_row(known: Known, cell: str, metric: str | None = None) -> dict[str
     floor = known.floor(cell)
     row["floor"] = number(floor[0]) if floor else NO_FIGURE
     row["overlapped"] = number(floor[1]) if floor and floor[1] else NO_FIGURE
+    row["step"] = number(good.metrics.get("step_ms")) if good else NO_FIGURE
+    row["floor_step"] = number(parse_cell(cell).load / floor[0] * 1e3) if floor and kind == "prefill" else NO_FIGURE
     row["share"] = percent(share_of_floor(kind, figure, floor[0]) if floor else None)
     if good and "prefill_padding" in good.metrics:
         row["padding"] = " / ".join(percent(good.metrics.get(name)) for name in ("prefill_padding", "decode_padding"))
@@ -136,6 +140,35 @@ def headline_section(kind: str, header: Mapping[str, str]) -> Callable[[Known, s
         return join(table([*titles, "commit, file"], rows), notes(known, cells))
 
     return section
+
+
+def long_section(known: Known, results: str) -> str:
+    """Long prompts: a row each, then the time of every chunk of each beside its floor."""
+    rows, blocks = [], []
+    for cell in known.cells("long"):
+        record, good = known.record(cell), known.valid(cell)
+        row, metrics = headline_row(known, cell), good.metrics if good else {}
+        floor = number(sum(chunk_floors_ms(record)) * 1e-3 or None) if record else NO_FIGURE
+        peaks = [number(metrics.get(name)) for name in ("peak_first_chunk_gib", "peak_end_gib")]
+        figures = [row["ours"], number(metrics.get("seconds")), row["floor"], floor, row["share"], row["bound"]]
+        rows.append([f"`{cell}`", *figures, " / ".join(peaks), measured(record, results)])
+        if good:
+            blocks.append(join(f"`{cell}`", chunk_table(good)))
+    if not rows:
+        return "Not measured yet."
+    header = ["cell", "ours, tok/s", "ours, s", "floor, tok/s", "floor, s", "share of the floor"]
+    header += ["last chunk bound by", "peak after the first chunk / at the end, GiB", "commit, file"]
+    return join(table(header, rows), *blocks)
+
+
+def chunk_table(record: Record) -> str:
+    """The chunks of a long prompt: what comes before each, its time and its floor."""
+    times, floors = record.metrics["chunk_ms"], chunk_floors_ms(record)
+    rows = []
+    for at, ((start, length), ms) in enumerate(zip(record.settings["chunks"], times, strict=True)):
+        floor = floors[at] if floors else None
+        rows.append([f"{start:,}", f"{length:,}", number(ms), number(floor), percent(floor / ms if floor else None)])
+    return table(["prefix", "tokens", "ms", "floor, ms", "floor / ours"], rows)
 
 
 def latency_section(kind: str) -> Callable[[Known, str], str]:
@@ -281,6 +314,7 @@ def history_section(known: Known, results: str) -> str:
 _SUMMARY = (
     ("offline/{}/1024x128", "output_tok_s", "job, 1024 tokens in and 128 out: output tok/s"),
     ("prefill/{}/8192", "tok_s", "prefill of 8192 prompt tokens: tok/s"),
+    ("long/{}/131072", "tok_s", "prompt of 131072 tokens in chunks of 8192: tok/s"),
     ("decode/{}/rows1", "step_ms", "decode step of 1 row: ms"),
     ("decode/{}/rows64", "step_ms", "decode step of 64 rows: ms"),
     ("decode/{}/rows256", "step_ms", "decode step of 256 rows: ms"),
@@ -315,7 +349,20 @@ SECTIONS: Mapping[str, Section] = {
     "offline": headline_section(
         "offline", {**_HEADLINE, "floor": "floor, in turns", "overlapped": "floor, overlapped", **_FLOOR, **_STEPS}
     ),
-    "prefill": headline_section("prefill", {**_HEADLINE, "transformers": "{transformers}", "floor": "floor", **_FLOOR}),
+    "prefill": headline_section(
+        "prefill",
+        {
+            "cell": "cell",
+            "step": "ours, ms",
+            "floor_step": "floor, ms",
+            "ours": "ours, tok/s",
+            "vllm": "{vllm}",
+            "transformers": "{transformers}",
+            "floor": "floor, tok/s",
+            **_FLOOR,
+        },
+    ),
+    "long": long_section,
     "decode": headline_section("decode", {**_HEADLINE, "floor": "floor", **_FLOOR}),
     "prefill_parts": prefill_parts_section,
     "decode_parts": decode_parts_section,

@@ -22,7 +22,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +31,9 @@ import numpy as np
 from jax import lax
 
 from qwen35_jax import sampling
+from qwen35_jax.bench.clocks import Clocks, reader
 from qwen35_jax.bench.device_trace import DeviceTrace, profile, scopes_of
-from qwen35_jax.cache import Cache, pages_for
+from qwen35_jax.cache import PAGE_SIZE, Cache, pages_for
 from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.packing import LiveRequest, decode_values, prefill_values
@@ -42,6 +43,8 @@ from qwen35_jax.steps import DeviceState, ProgramKey, ProgramKind, ResultRows, V
 from schedulers import Chunk, DecodeRow
 from schedulers.buckets import BucketLadder
 
+SETTLE = 16
+"""Steps under the profiler before those of the trace: as many as a timed chain has."""
 _LAYOUT_SEED = 0
 _MAX_CHAIN = 24  # dispatches in a row: beyond 32 under way the runtime makes the host wait
 
@@ -59,6 +62,7 @@ class StepLoad:
         tokens: tokens that one dispatch advances: rows of a decode, prompt tokens of a prefill.
         context: tokens that a decode row attends to; 0 for prefill.
         lengths: of the prompts; empty for decode.
+        start: tokens of the only prompt that are in the cache before: a chunk of a long prompt.
     """
 
     key: ProgramKey
@@ -69,6 +73,7 @@ class StepLoad:
     tokens: int
     context: int = 0
     lengths: tuple[int, ...] = ()
+    start: int = 0
 
     @property
     def twins(self) -> tuple[int, int] | None:
@@ -87,6 +92,7 @@ class StepTime:
         spread: (slowest - fastest) / median of the repeats.
         dispatches: of a chain.
         repeats: chains.
+        clocks: of the device during the chains, see :attr:`~qwen35_jax.bench.clocks.Clocks.figures`.
     """
 
     step_ms: float
@@ -94,6 +100,7 @@ class StepTime:
     spread: float
     dispatches: int
     repeats: int
+    clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,15 +193,11 @@ def prefill_load(engine: Engine, lengths: Sequence[int], variant: Variant = "gre
     slots, pages = _places(engine.programs, tuple(map(pages_for, lengths)))
     twins = len(lengths) > 1 and lengths[0] == lengths[-1]
     identities = _with_twin(len(lengths)) if twins else tuple(range(len(lengths)))
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
-    words = sampling.row_words(params, sampling.request_key(0, 0, 0), ())
-    chunks, requests = [], []
-    for i, length in enumerate(lengths):
-        prompt = np.random.default_rng([_LAYOUT_SEED, 2, identities[i]]).integers(
-            engine.num_valid, size=length, dtype=np.int32
-        )
-        requests.append(LiveRequest(f"prompt-{i}", prompt, params, words, max_tokens=1))
-        chunks.append(Chunk(f"prompt-{i}", slots[i], 0, length, first=True, last=True, pages=pages[i]))
+    requests = [_prompt(engine, i, identities[i], length) for i, length in enumerate(lengths)]
+    chunks = [
+        Chunk(f"prompt-{i}", slots[i], 0, length, first=True, last=True, pages=pages[i])
+        for i, length in enumerate(lengths)
+    ]
     return StepLoad(
         key,
         lambda: prefill_values(chunks, requests, key.bucket),
@@ -204,6 +207,51 @@ def prefill_load(engine: Engine, lengths: Sequence[int], variant: Variant = "gre
         tokens=sum(lengths),
         lengths=lengths,
     )
+
+
+def chunk_loads(engine: Engine, tokens: int, chunk: int, variant: Variant = "greedy") -> tuple[StepLoad, ...]:
+    """One long prompt in chunks, a step each, to be run in their order; the prompt is that of ``prefill_load``.
+
+    Args:
+        engine: its pools hold the whole prompt.
+        tokens: of the prompt.
+        chunk: most tokens of a step, a multiple of 64.
+        variant: of the sampler.
+
+    Raises:
+        UserInputError: no compiled program of the engine takes them, or its pools are too small.
+    """
+    _require_positive(tokens=tokens, chunk=chunk)
+    if chunk % PAGE_SIZE:
+        raise UserInputError(f"chunks must be multiples of {PAGE_SIZE} tokens, got {chunk}")
+    slots, pages = _places(engine.programs, (pages_for(tokens),))
+    request = _prompt(engine, 0, 0, tokens)
+
+    def load(start: int, length: int) -> StepLoad:
+        key = _compiled_key(engine.programs, "prefill", variant, tokens=length, requests=1, width=len(pages[0]))
+        ends = {"first": start == 0, "last": start + length == tokens}
+        part = Chunk(request.request_id, slots[0], start, length, pages=pages[0], **ends)
+        return StepLoad(
+            key,
+            lambda: prefill_values([part], [request], key.bucket),
+            slots,
+            pages,
+            (0,),
+            tokens=length,
+            lengths=(length,),
+            start=start,
+        )
+
+    return tuple(load(start, min(chunk, tokens - start)) for start in range(0, tokens, chunk))
+
+
+def _prompt(engine: Engine, number: int, identity: int, length: int) -> LiveRequest:
+    """A greedy request with a prompt that depends on identity and length alone."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    words = sampling.row_words(params, sampling.request_key(0, 0, 0), ())
+    rng = np.random.default_rng([_LAYOUT_SEED, 2, identity])
+    prompt = rng.integers(engine.num_valid, size=length, dtype=np.int32)
+    return LiveRequest(f"prompt-{number}", prompt, params, words, max_tokens=1)
 
 
 def _require_positive(**values: int) -> None:
@@ -259,7 +307,7 @@ def _places(programs: ProgramSet, counts: Sequence[int]) -> tuple[tuple[int, ...
 
 
 @contextlib.contextmanager
-def _own_state(engine: Engine) -> Iterator[list[DeviceState]]:
+def own_state(engine: Engine) -> Iterator[list[DeviceState]]:
     """Lends the engine's pools to a measurement as a list of one; what is in it at the end is the engine's again.
 
     Freed slots and pages may hold anything, so an idle engine does not mind. If a dispatch fails, its pools are gone
@@ -292,7 +340,7 @@ def fill_pools(engine: Engine, load: StepLoad) -> None:
         slot_seeds[slot] = identity
         page_seeds[list(pages)] = (identity << 16) + np.arange(len(pages))
         tokens[slot] = np.random.default_rng([_LAYOUT_SEED, 1, identity]).integers(engine.num_valid)
-    with _own_state(engine) as lent:
+    with own_state(engine) as lent:
         free_device_state(lent[0])
         lent[0] = _random_state(shapes, *(programs.put(x) for x in (slot_seeds, page_seeds, tokens)))
         jax.block_until_ready(lent[0])
@@ -361,13 +409,14 @@ def measure(engine: Engine, load: StepLoad, *, warm_up: int = 3, dispatches: int
     if dispatches > _MAX_CHAIN:
         raise UserInputError(f"dispatches must be at most {_MAX_CHAIN}, got {dispatches}")
     times, host = [], []
-    with _own_state(engine) as lent:
+    with own_state(engine) as lent:
         if warm_up:
             _chain(engine, load, lent, warm_up)
-        for _ in range(repeats):
-            seconds, spent = _chain(engine, load, lent, dispatches)
-            times.append(seconds / dispatches)
-            host += spent
+        with Clocks(reader(engine.programs.device)) as clocks:
+            for _ in range(repeats):
+                seconds, spent = _chain(engine, load, lent, dispatches)
+                times.append(seconds / dispatches)
+                host += spent
     middle = statistics.median(times)
     return StepTime(
         step_ms=middle * 1e3,
@@ -375,28 +424,46 @@ def measure(engine: Engine, load: StepLoad, *, warm_up: int = 3, dispatches: int
         spread=(max(times) - min(times)) / middle,
         dispatches=dispatches,
         repeats=repeats,
+        clocks=clocks.figures,
     )
 
 
-def trace_step(engine: Engine, load: StepLoad, *, dispatches: int = 4, directory: str | None = None) -> DeviceTrace:
-    """Run the step of a load ``dispatches`` times under the profiler, after one without; see :func:`fill_pools`.
+def trace_step(
+    engine: Engine, load: StepLoad, *, dispatches: int = 4, settle: int = SETTLE, directory: str | None = None
+) -> DeviceTrace:
+    """The step of a load under the profiler, in the state in which :func:`measure` times it; see :func:`fill_pools`.
+
+    A device that has rested runs faster than one at its power limit, for longer than a few steps take, and it rests
+    while the profiler starts. So the steps of the trace come after ``settle`` others that run under the profiler too
+    and are cut off.
 
     Args:
         engine: idle; stays usable.
         load: what to run.
         dispatches: steps in the trace.
-        directory: where the profiler's files stay; None keeps none.
+        settle: steps before them.
+        directory: where the profiler's files stay, with all steps; None keeps none.
     """
+    _require_positive(dispatches=dispatches)
     scopes = scopes_of(engine.programs.executable(load.key).as_text() or "")
-    with _own_state(engine) as lent:
+    clocks = Clocks(reader(engine.programs.device), every_s=0.005)
+    with own_state(engine) as lent:
+
+        def steps() -> None:
+            for left in range(settle, 0, -_MAX_CHAIN):
+                _chain(engine, load, lent, min(left, _MAX_CHAIN))
+            with clocks:
+                _chain(engine, load, lent, dispatches)
+
         _chain(engine, load, lent, 1)
-        return profile(lambda: _chain(engine, load, lent, dispatches), directory, scopes=scopes)
+        trace = profile(steps, directory, scopes=scopes)
+    return dataclasses.replace(trace.last_steps(dispatches, settle + dispatches), clocks=clocks.figures)
 
 
 def check_step(engine: Engine, load: StepLoad) -> StepCheck:
     """Fill the pools, run one step and read what it gave."""
     fill_pools(engine, load)
-    with _own_state(engine) as lent:
+    with own_state(engine) as lent:
         lent[0], results = engine.programs.run(load.key, lent[0], load.fields())
         rows = ResultRows.unpack(fetch(results))
         digest = np.asarray(lent[0].cache.conv[-1, :, -1], np.float32)[list(load.slots)]

@@ -119,6 +119,29 @@ def test_prefill_attention_is_bound_by_bytes_or_operations():
     assert prefill_part_floors_s(FOUR, short)["paged_prefill_attention"] == pytest.approx(moved / 4.26e12)
 
 
+def test_the_floor_of_a_chunk_over_its_prefix():
+    """By hand: the last of 16 chunks of 8,192 tokens, 8 attention layers of 16 heads of 256."""
+    pairs = 8192 * 122_880 + 8192 * 8193 // 2  # every token sees all before the chunk, and the chunk up to itself
+    assert pairs == 1_040_191_488
+    assert floors.prefix_attention_flops(FOUR, 122_880, 8192) == 131_072 * pairs == 136_339_978_715_136
+    last = floors.chunk_part_floors_s(FOUR, 122_880, 8192)
+    assert last["paged_prefill_attention"] * 1e3 == pytest.approx(174.79, abs=0.01)
+    assert last["GEMMs"] * 1e3 == pytest.approx(74.97, abs=0.01)
+    # A last chunk of one token: its keys and values take longer to read than to multiply, its weights as well.
+    one = floors.chunk_part_floors_s(FOUR, 131_071, 1)
+    assert one["paged_prefill_attention"] == pytest.approx(131_072 * 32 * 2**10 / 4.26e12)
+    assert one["GEMMs"] == prefill_floor_s(FOUR, 1)
+
+
+@pytest.mark.parametrize("chunk", [4096, 8192, 131_072])
+def test_chunks_of_a_long_prompt_do_the_work_of_the_whole(chunk):
+    chunks = [(start, chunk) for start in range(0, 131_072, chunk)]
+    whole = prefill_floor_s(FOUR, 131_072, lengths=[131_072])
+    assert sum(floors.chunk_floors_s(FOUR, chunks)) == pytest.approx(whole)
+    slow = Ceilings(bytes_per_s=2.13e12, flops_per_s=390e12)
+    assert sum(floors.chunk_floors_s(FOUR, chunks, ceilings=slow)) == pytest.approx(2 * whole)
+
+
 def test_options_move_the_parts_of_a_prefill():
     one, many = prefill_part_floors_s(FOUR, [8192]), prefill_part_floors_s(FOUR, [1024] * 8)
     assert many["gdn_prefill"] - one["gdn_prefill"] == pytest.approx(7 * floors.state_bytes(FOUR) / 4.26e12)

@@ -45,6 +45,7 @@ def record(cell="decode/4b/rows8", **fields) -> Record:
         ("offline/4b/1024x128", Cell("offline", "4b", None, "1024x128", (1024, 128))),
         ("offline/0.8b/lognormal@dp2", Cell("offline", "0.8b", None, "lognormal", None, ("dp2",))),
         ("prefill/4b/8192", Cell("prefill", "4b", 8192.0)),
+        ("long/4b/131072@chunk4096", Cell("long", "4b", 131072.0, suffixes=("chunk4096",))),
         ("decode/9b/rows64@bf16state@tp2", Cell("decode", "9b", 64.0, suffixes=("bf16state", "tp2"))),
         ("closed/4b/c8/1024x256", Cell("closed", "4b", 8.0, "1024x256", (1024, 256))),
         ("open/4b/qps0.5/lognormal", Cell("open", "4b", 0.5, "lognormal")),

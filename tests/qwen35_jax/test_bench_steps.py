@@ -15,7 +15,7 @@ from qwen35_jax.cache import PAGE_SIZE
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.steps import ProgramKey
-from schedulers import Bucket
+from schedulers import Bucket, BucketLadder
 from scripts import profile_step
 from tests.engine_kit import EOS, MODEL, NUM_VALID, OPTIONS, Job, drain, kit, run, submit_all
 
@@ -152,12 +152,41 @@ def test_trace_of_a_step_on_a_cpu(engine):
 
 def test_a_program_without_a_text_is_traced_all_the_same(engine, monkeypatch):
     load, asked = steps.decode_load(engine, 2, 10), []
-    monkeypatch.setattr(steps, "profile", lambda function, directory, scopes: asked.append(scopes) or function())
+    monkeypatch.setattr(steps, "profile", lambda function, directory, scopes: asked.append(scopes) or DeviceTrace(()))
     steps.trace_step(engine, load, dispatches=1)
     silent = mock.Mock(as_text=lambda: None)
     monkeypatch.setattr(engine.programs, "executable", lambda key: silent)
     steps.trace_step(engine, load, dispatches=1)
     assert asked[0] and asked[1] == {}
+
+
+def test_steps_of_a_trace_come_after_others_that_are_not_in_it(engine, monkeypatch):
+    """Three kernels a step: those of the last two of seven steps are left."""
+    load, run, numbers, read = steps.decode_load(engine, 2, 10), engine.programs.run, [], []
+
+    def counted(*arguments):
+        numbers.append(len(numbers))
+        return run(*arguments)
+
+    def profile(function, directory, scopes):
+        before = len(numbers)
+        function()
+        return DeviceTrace(
+            tuple(DeviceEvent(f"{step}", "", "", 10 * step + i, 1) for step in numbers[before:] for i in range(3))
+        )
+
+    def reading():
+        read.append(len(numbers))
+        return 1700.0 + len(read), 600.0, True
+
+    monkeypatch.setattr(engine.programs, "run", counted)
+    monkeypatch.setattr(steps, "profile", profile)
+    monkeypatch.setattr(steps, "reader", lambda device: reading)
+    trace = steps.trace_step(engine, load, dispatches=2, settle=5)
+    assert [event.name for event in trace.events] == ["6"] * 3 + ["7"] * 3 and numbers == [*range(8)]
+    assert min(read) >= 6, "clocks are those of the steps that are kept"
+    assert trace.clocks["sm_clock_mhz"] > 1700 and trace.clocks["power_capped_share"] == 1
+    assert steps.measure(engine, load, **QUICK).clocks["power_w"] == 600
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -239,6 +268,39 @@ def test_an_engine_of_chosen_programs_only(monkeypatch):
     assert keys[0].bucket.rows >= 3 and keys[0].bucket.width >= 2 and keys[1].bucket.tokens >= 164
 
 
+def test_steps_of_a_gpu_run_the_programs_of_their_own_size():
+    """A prompt of 1,024 tokens is not padded to the largest bucket."""
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 8192}
+    ladder = BucketLadder.from_limits(**limits, preset="gpu")
+    prefill = profile_step.parse_prefill("1x1024,4x1024,8x1024,ragged,1x8192", 8192)
+    assert {name: steps.prefill_bucket_key(ladder, lengths).bucket.tokens for name, lengths in prefill.items()} == {
+        "1x1024": 1024,
+        "4x1024": 4096,
+        "8x1024": 8192,
+        "ragged": 8192,
+        "1x8192": 8192,
+    }
+    assert [cell.name for cell in profile_step.cells_of("4b", (), prefill, "")] == [
+        "prefill/4b/1024",
+        "prefill/4b/4096",
+        "prefill/4b/8192",
+        "prefill/4b/8192@ragged",
+        "prefill/4b/8192@1x8192",
+    ]
+
+
+def test_a_single_prompt_is_compared_with_a_step_that_begins_with_it(engine):
+    model, quick = MODEL, {"repeats": 1, "dispatches": 1}
+    cells = [profile_step.Cell(f"prefill/4b/{sum(n)}", lengths=n) for n in ((70,), (70, 70), (70, 70, 70), (64,))]
+    found = [profile_step.measure(engine, model, cell, 1, "greedy", **quick) for cell in cells]
+    assert found[0].solo is None and found[1].solo is not None
+    checks = [profile_step.checks_of(step, found) for step in found]
+    assert checks[0]["compared_with"] == "prefill/4b/210" and checks[0]["rows_compared"] == 1
+    assert checks[0]["equal_tokens"] == 1 and checks[0]["max_relative_delta"] < 1e-4
+    assert checks[1]["compared_with"] == "the first prompt alone"
+    assert "compared_with" not in checks[3], "no other step begins with a prompt of 64 tokens"
+
+
 def test_flags_become_cells():
     assert profile_step.parse_rows("8, 1,8") == (1, 8)
     prefill = profile_step.parse_prefill("2x1024,1x8192,ragged", 2048)
@@ -261,6 +323,7 @@ def test_flags_become_cells():
         (["--preset=tiny-4b", "--decode_rows=", "--prefill="], "nothing to measure"),
         (["--preset=tiny-4b", "--variant=best"], "--variant must be one of"),
         (["--preset=tiny-4b", "--context=0"], "--context"),
+        (["--preset=tiny-4b", "--long_prompt=-1"], "--long_prompt"),
         (["--preset=5b"], "5b"),
         ([], "--preset is needed"),
     ],
