@@ -82,7 +82,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Activations, delta: Activations | None, batch: Batch, cache: Cache
+        self, x: Activations, delta: Activations | None, batch: Batch, cache: Cache, *, last_rows: bool = False
     ) -> tuple[Activations, Activations, Cache]:
         """Advances the residual stream by one layer.
 
@@ -91,6 +91,8 @@ class DecoderLayer(nnx.Module):
             delta: ``[M, D]``, that result; None for the first layer.
             batch: where the tokens belong.
             cache: the pools.
+            last_rows: of the last layer: its states, keys and values are those of all tokens, but all behind them is
+                computed only for what :meth:`Batch.last_rows` keeps.
 
         Returns:
             The residual stream without the MLP's result, that result, and the pools.
@@ -98,11 +100,12 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("gated_delta_net" if isinstance(self.mixer, GatedDeltaNet) else "attention"):
             x, h = add_norm(x, delta, self.input_norm[...], self.eps, self.kernels)
             if isinstance(self.mixer, GatedDeltaNet):
-                h, conv, state = self.mixer(h, batch, cache.conv, cache.state)
+                h, conv, state = self.mixer(h, batch, cache.conv, cache.state, last_rows=last_rows)
                 cache = cache._replace(conv=conv, state=state)
             else:
-                h, kv = self.mixer(h, batch, cache.kv)
+                h, kv = self.mixer(h, batch, cache.kv, last_rows=last_rows)
                 cache = cache._replace(kv=kv)
+            x = batch.last_rows(x) if last_rows else x
         with jax.named_scope("mlp"):
             x, h = add_norm(x, h, self.post_norm[...], self.eps, self.kernels)
             return x, self.mlp(h), cache
@@ -190,21 +193,28 @@ class Qwen35(nnx.Module):
         batch = Batch.of(prefill, decode)
         with jax.named_scope("embed"):
             x = jnp.take(self.embed[...], batch.tokens, axis=0, mode="clip")  # [M, D]
-        delta, collected = None, []
+        delta, collected, all_hidden = None, [], None
         for index, layer in enumerate(self.layers):
+            # Nobody reads what the last layer makes of other tokens than the last of a request.
+            last_rows = index == len(self.layers) - 1 and not layer_outputs
             with jax.named_scope(f"layer_{index}"):
-                x, delta, cache = layer(x, delta, batch, cache)
+                x, delta, cache = layer(x, delta, batch, cache, last_rows=last_rows)
             if layer_outputs:
                 collected.append(x + delta)
 
         with jax.named_scope("final_norm"):
-            of_prefill, of_decode = zip(batch.split(x), batch.split(delta), strict=True)
+            if layer_outputs:
+                if prefill is not None:
+                    all_hidden = self._normed(batch.split(x)[0], batch.split(delta)[0])
+                x, delta = batch.last_rows(x), batch.last_rows(delta)
+            hidden = self._normed(x, delta)  # [R + B, D]
+            of_prefill, of_decode = jnp.split(hidden, [0 if prefill is None else prefill.kv_lens.shape[0]])
             return ForwardOutput(
-                prefill_hidden=None if prefill is None else self._last_hidden(*of_prefill, prefill),
-                decode_hidden=None if decode is None else self._normed(*of_decode),
+                prefill_hidden=None if prefill is None else _present(of_prefill, prefill),
+                decode_hidden=None if decode is None else of_decode,
                 cache=cache,
                 layer_outputs=tuple(collected) if layer_outputs else None,
-                prefill_all_hidden=self._normed(*of_prefill) if layer_outputs and prefill is not None else None,
+                prefill_all_hidden=all_hidden,
             )
 
     def logits(self, hidden: Hidden) -> Logits:
@@ -217,8 +227,8 @@ class Qwen35(nnx.Module):
     def _normed(self, x: Activations, delta: Activations) -> Hidden:
         return add_norm(x, delta, self.final_norm[...], self.config.rms_norm_eps, self.kernels)[1]
 
-    def _last_hidden(self, x: Activations, delta: Activations, prefill: PrefillInputs) -> Hidden:
-        """Only the rows that the head needs are normed: ``[R, D]``, zeros for requests without tokens."""
-        ends, present = prefill.cu_seqlens[1:], jnp.diff(prefill.cu_seqlens) > 0
-        hidden = self._normed(*(jnp.take(part, ends - 1, axis=0, mode="clip") for part in (x, delta)))
-        return jnp.where(present[:, None], hidden, jnp.zeros_like(hidden))
+
+def _present(hidden: Hidden, prefill: PrefillInputs) -> Hidden:
+    """``hidden [R, D]`` with zeros for requests without tokens."""
+    present = jnp.diff(prefill.cu_seqlens) > 0
+    return jnp.where(present[:, None], hidden, jnp.zeros_like(hidden))

@@ -38,6 +38,9 @@ Hidden = Float[Array, "R D"]
 Logits = Float32[Array, "B vocab"]
 
 Queries = Float[Array, "M N H"]
+Heads = Float[Array, "M X H"]
+"""Heads of an attention layer as its projection leaves them, side by side: q, gate (N each), k, v (K each)."""
+
 Keys = Float[Array, "M K H"]
 Values = Float[Array, "M K H"]
 ConvInputs = Float[Array, "M Cc"]

@@ -44,7 +44,7 @@ def kv_write(
         page_ids: i32[T], page of each token, 0 for pads.
         page_offsets: i32[T], place in the page, 0..Z-1.
         positions: i32[T], position in the sequence, for the rotation.
-        num_heads: N.
+        num_heads: N; 0 to write keys and values alone.
         rotary_dim: leading dims that rotate, even and at most H.
         rope_theta: base of the rotation.
         eps: epsilon of the norms.
@@ -59,7 +59,7 @@ def kv_write(
         UnknownImplementation: no such implementation.
     """
     check = checks.ArgumentChecker(OP.name)
-    check.require(num_heads > 0, f"num_heads must be positive, got {num_heads}")
+    check.require(num_heads >= 0, f"num_heads must not be negative, got {num_heads}")
     check.shape("kv_pool", kv_pool, ("L", "P", 2, "K", "Z", "H"))
     origin = f"2 * num_heads + 2 * K, with K = {check['K']} of kv_pool"
     check.bind("X", 2 * num_heads + 2 * check["K"], origin).shape("heads", heads, ("T", "X", "H"))

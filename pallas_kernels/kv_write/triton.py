@@ -53,7 +53,7 @@ def kv_write(
     """See :func:`pallas_kernels.kv_write`. The pool is an operand aliased to a result: written in place."""
     num_tokens, _, head_dim = heads.shape
     num_kv_heads = kv_pool.shape[3]
-    group = num_heads // num_kv_heads
+    group = num_heads // num_kv_heads  # 0: keys and values alone
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     inverse_frequencies = jnp.asarray((1.0 / rope_theta**exponents).astype(np.float32))
     norms = (norm.reshape(-1, head_dim) for norm in (q_norm, k_norm))
@@ -62,44 +62,29 @@ def kv_write(
         return pl.BlockSpec((None, None, head_dim), lambda token, head: (token, first + head, 0))
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    a_group = pl.BlockSpec((None, group, head_dim), lambda token, head: (token, head, 0))
-    parts = [a_group, a_head(2 * num_heads), a_head(2 * num_heads + num_kv_heads)]  # queries, keys, values
-    kernel = functools.partial(_kernel, group=group, pieces=_pieces(head_dim, rotary_dim), eps=eps)
-    return pl.pallas_call(
-        kernel,
+    queries = [pl.BlockSpec((None, group, head_dim), lambda token, head: (token, head, 0))] if group else []
+    parts = [*queries, a_head(2 * num_heads), a_head(2 * num_heads + num_kv_heads)]  # and keys, values
+    arguments = [*norms, inverse_frequencies, layer[None], page_ids, page_offsets, positions, kv_pool]
+    q_shape = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), heads.dtype)
+    *q_out, kv_pool = pl.pallas_call(
+        functools.partial(_kernel, group=group, pieces=_pieces(head_dim, rotary_dim), eps=eps),
         grid=(num_tokens, num_kv_heads),
-        in_specs=[*parts, whole, whole, whole, whole, whole, whole, whole, whole],
-        out_specs=[a_group, whole],
-        out_shape=[
-            jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), heads.dtype),
-            jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype),
-        ],
-        input_output_aliases={10: 1},
+        in_specs=[*parts, *[whole] * len(arguments)],
+        out_specs=[*queries, whole],
+        out_shape=[*[q_shape] * len(queries), jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype)],
+        input_output_aliases={len(parts) + len(arguments) - 1: len(queries)},
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="kv_write",
-    )(*[heads] * 3, *norms, inverse_frequencies, layer[None], page_ids, page_offsets, positions, kv_pool)
+    )(*[heads] * len(parts), *arguments)
+    return q_out[0] if group else jnp.zeros(q_shape.shape, q_shape.dtype), kv_pool
 
 
-def _kernel(
-    q_ref,  # [G, H]
-    k_ref,  # [H]
-    v_ref,  # [H]
-    q_norm_ref,  # [1 or L, H]
-    k_norm_ref,
-    inverse_frequencies_ref,
-    layer_ref,  # [1]
-    page_ids_ref,
-    page_offsets_ref,
-    positions_ref,
-    _,  # the pool, read by nobody
-    q_out_ref,  # [G, H]
-    pool_ref,  # [L, P, 2, K, Z, H]
-    *,
-    group: int,
-    pieces: tuple[tuple[int, int], ...],
-    eps: float,
-):
+def _kernel(*refs, group: int, pieces: tuple[tuple[int, int], ...], eps: float):
+    q_ref, *refs = refs if group else (None, *refs)  # [G, H]
+    k_ref, v_ref, q_norm_ref, k_norm_ref, inverse_frequencies_ref, *refs = refs  # [H], [H], [1 or L, H] twice
+    layer_ref, page_ids_ref, page_offsets_ref, positions_ref, *refs = refs  # then the pool, read by nobody
+    q_out_ref, pool_ref = refs[-2], refs[-1]  # [G, H] if there are queries, [L, P, 2, K, Z, H]
     token, head = pl.program_id(0), pl.program_id(1)
     page, place, layer = page_ids_ref[token], page_offsets_ref[token], layer_ref[0]
     real = page != 0

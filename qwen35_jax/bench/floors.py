@@ -69,6 +69,22 @@ def layer_parameters(config: ModelConfig) -> int:
     return config.num_layers * mlp + config.num_attention_layers * full + config.num_gdn_layers * linear
 
 
+def _ends_in_attention(config: ModelConfig) -> bool:
+    return config.layer_types[-1] == "full_attention"
+
+
+def prompt_parameters(config: ModelConfig) -> int:
+    """Of them those that every token of a prompt is multiplied with.
+
+    Of the last layer only states, keys and values of all tokens are needed: its queries, gates, output and MLP only for
+    the last token of a prompt, as the head.
+    """
+    hidden, attention, gdn = config.hidden_size, config.attention, config.gdn
+    full, linear = 3 * attention.num_heads * attention.head_dim, 2 * gdn.value_dim
+    last = hidden * (3 * config.intermediate_size + (full if _ends_in_attention(config) else linear))
+    return layer_parameters(config) - last
+
+
 def decode_parameters(config: ModelConfig) -> int:
     """Numbers in the matrices of a decode step: the layers and the head, tied or not (embedding rows are few)."""
     return layer_parameters(config) + config.hidden_size * config.vocab_size
@@ -93,10 +109,14 @@ def kv_token_bytes(config: ModelConfig) -> int:
 
 
 def prefix_attention_flops(config: ModelConfig, start: int, length: int) -> int:
-    """Operations of causal attention of ``length`` tokens that follow ``start`` others, all layers."""
-    attention = config.attention
+    """Operations of causal attention of ``length`` tokens that follow ``start`` others, all layers.
+
+    If the last layer is one of attention, its only query is that of the last token.
+    """
+    attention, last = config.attention, _ends_in_attention(config)
     pairs = length * start + length * (length + 1) // 2
-    return 4 * config.num_attention_layers * attention.num_heads * attention.head_dim * pairs
+    pairs = (config.num_attention_layers - last) * pairs + last * (start + length)
+    return 4 * attention.num_heads * attention.head_dim * pairs
 
 
 def causal_attention_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
@@ -165,7 +185,10 @@ def prefill_floor_s(
     lengths: Sequence[int] | None = None,
     ceilings: Ceilings = H200,
 ) -> float:
-    """Prompt tokens: the matrix products of the layers (the head sees one token a prompt, which is left out).
+    """Prompt tokens: the matrix products of the layers.
+
+    What only the last token of a prompt needs is left out: the head, and most of the last layer
+    (:func:`prompt_parameters`).
 
     Args:
         config: the model.
@@ -173,7 +196,7 @@ def prefill_floor_s(
         lengths: of the prompts; given, the operations of causal attention are counted too.
         ceilings: of the device.
     """
-    operations = 2 * layer_parameters(config) * tokens
+    operations = 2 * prompt_parameters(config) * tokens
     if lengths is not None:
         operations += causal_attention_flops(config, lengths)
     reading = ITEMSIZE * layer_parameters(config) / ceilings.bytes_per_s
@@ -230,8 +253,10 @@ def prefill_part_floors_s(
     - ``paged_prefill_attention``: the products of causal attention, or queries, gates, keys and values in and outputs
       out, whichever takes longer.
     - ``add_rms_norm``: the residual stream and what is added in, the stream and its norm out; twice a layer, without
-      the first norm, which adds nothing, and the last, which only sees the last tokens.
+      the first norm, which adds nothing, and the last two, which only see the last tokens.
     - ``swiglu``: two halves in, one out.
+
+    What the last layer does for the last tokens alone is not counted.
 
     Args:
         config: the model.
@@ -242,15 +267,17 @@ def prefill_part_floors_s(
     attention, gdn, tokens = config.attention, config.gdn, sum(lengths)
     linear, full = config.num_gdn_layers, config.num_attention_layers
     queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    asking = full - _ends_in_attention(config)  # attention layers with a query of every token
+    gated = linear - (not _ends_in_attention(config))
     tail = gdn.conv_dim * (gdn.conv_kernel - 1)
     numbers = {
         "causal_conv": linear * (2 * tokens * gdn.conv_dim + len(lengths) * tail),
         "gdn_prefill": linear * tokens * (gdn.conv_dim + 2 * gdn.num_v_heads + gdn.value_dim),
-        "gated_norm": linear * tokens * 3 * gdn.value_dim,
-        "kv_write": full * tokens * 2 * (queries + 2 * keys),
-        "paged_prefill_attention": full * tokens * (3 * queries + 2 * keys),
-        "add_rms_norm": (2 * config.num_layers - 1) * tokens * 4 * config.hidden_size,
-        "swiglu": config.num_layers * tokens * 3 * config.intermediate_size,
+        "gated_norm": gated * tokens * 3 * gdn.value_dim,
+        "kv_write": tokens * 2 * (asking * queries + full * 2 * keys),
+        "paged_prefill_attention": asking * tokens * (3 * queries + 2 * keys),
+        "add_rms_norm": (2 * config.num_layers - 2) * tokens * 4 * config.hidden_size,
+        "swiglu": (config.num_layers - 1) * tokens * 3 * config.intermediate_size,
     }
     floors = {part: ITEMSIZE * number / ceilings.bytes_per_s for part, number in numbers.items()}
     floors["gdn_prefill"] += len(lengths) * state_bytes(config, state_dtype) / ceilings.bytes_per_s
@@ -280,5 +307,5 @@ def offline_floor(
     """
     context = n_in + n_out / 2
     step = decode_step_floor_s(config, rows, context, state_dtype=state_dtype, ceilings=ceilings)
-    prefill = 2 * layer_parameters(config) * n_in / ceilings.flops_per_s
+    prefill = 2 * prompt_parameters(config) * n_in / ceilings.flops_per_s
     return OfflineFloor(prefill_s=prefill, decode_s=n_out * step / rows, n_out=n_out)

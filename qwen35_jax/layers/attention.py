@@ -8,10 +8,10 @@ from flax import nnx
 from pallas_kernels import kv_write, paged_decode_attention, paged_prefill_attention
 from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.layers.inputs import Batch
+from qwen35_jax.layers.inputs import Batch, PrefillInputs
 from qwen35_jax.layers.linear import linear
 from qwen35_jax.layers.parameters import layer_vector, matrix
-from qwen35_jax.shapes import Activations, KVPool
+from qwen35_jax.shapes import Activations, Heads, KVPool, Queries
 
 
 class GatedAttention(nnx.Module):
@@ -36,17 +36,24 @@ class GatedAttention(nnx.Module):
         self.k_norm = layer_vector(attention.head_dim)
         self.o_proj = matrix(rngs, (q_dim, config.hidden_size), dtype)
 
-    def __call__(self, x: Activations, batch: Batch, kv_pool: KVPool) -> tuple[Activations, KVPool]:
+    def __call__(
+        self, x: Activations, batch: Batch, kv_pool: KVPool, *, last_rows: bool = False
+    ) -> tuple[Activations, KVPool]:
         """Writes the tokens' keys and values to their pages, then attends to the pages.
 
         Args:
             x: ``[M, D]``, prefill tokens first.
             batch: where the tokens belong.
             kv_pool: ``[La, P, 2, K, Z, H]``; only this layer's pages named by ``batch.page_ids`` change.
+            last_rows: give only what :meth:`Batch.last_rows` keeps.
 
         Returns:
-            The mixed tokens ``[M, D]`` and the pool.
+            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and the pool.
         """
+        if last_rows and batch.prefill is not None:
+            # Of a prompt nobody needs but its keys and values, and what its last token makes of them, as if decoded.
+            kv_pool = self._write_keys(batch.split(x)[0], batch.prefill, kv_pool)
+            return self(batch.last_rows(x), Batch.of(None, batch.as_rows()), kv_pool)
         config = self.config
         tokens = x.shape[0]
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
@@ -57,21 +64,7 @@ class GatedAttention(nnx.Module):
         heads = projected.reshape(tokens, -1, config.head_dim)  # [M, 2N + 2K, H]: q, gate, k, v
         gates = {"first_gate": config.num_heads}
 
-        q, kv_pool = kv_write(
-            heads,
-            self.q_norm[...],
-            self.k_norm[...],
-            kv_pool,
-            layer,
-            batch.page_ids,
-            batch.page_offsets,
-            batch.positions,
-            num_heads=config.num_heads,
-            rotary_dim=config.rotary_dim,
-            rope_theta=config.rope_theta,
-            eps=self.eps,
-            implementation=implementation_of(self.kernels, "kv_write"),
-        )
+        q, kv_pool = self._kv_write(heads, batch, kv_pool, config.num_heads)
 
         (q_prefill, q_decode), (heads_prefill, heads_decode) = batch.split(q), batch.split(heads)
         mixed = []
@@ -103,3 +96,30 @@ class GatedAttention(nnx.Module):
                 )
             )
         return linear(batch.join(mixed).reshape(tokens, -1), self.o_proj[...], "o_proj"), kv_pool
+
+    def _write_keys(self, x: Activations, prefill: PrefillInputs, kv_pool: KVPool) -> KVPool:
+        """Writes keys and values of prompt tokens ``x [T, D]``; there are no queries."""
+        config = self.config
+        kv_dim = config.num_kv_heads * config.head_dim
+        projected = linear(x, self.qkv_proj[...][:, -2 * kv_dim :], "qkv_proj")  # [T, 2KH]
+        return self._kv_write(projected.reshape(x.shape[0], -1, config.head_dim), prefill, kv_pool, 0)[1]
+
+    def _kv_write(
+        self, heads: Heads, tokens: Batch | PrefillInputs, kv_pool: KVPool, num_heads: int
+    ) -> tuple[Queries, KVPool]:
+        """``heads [M, 2N + 2K, H]`` of tokens: their queries ``[M, N, H]``, and the pool with keys and values."""
+        return kv_write(
+            heads,
+            self.q_norm[...],
+            self.k_norm[...],
+            kv_pool,
+            self.pool_layer,
+            tokens.page_ids,
+            tokens.page_offsets,
+            tokens.positions,
+            num_heads=num_heads,
+            rotary_dim=self.config.rotary_dim,
+            rope_theta=self.config.rope_theta,
+            eps=self.eps,
+            implementation=implementation_of(self.kernels, "kv_write"),
+        )

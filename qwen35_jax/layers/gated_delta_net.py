@@ -47,7 +47,13 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = matrix(rngs, (gdn.value_dim, config.hidden_size), dtype)
 
     def __call__(
-        self, x: Activations, batch: Batch, conv_pool: ConvPool, state_pool: RecurrentState
+        self,
+        x: Activations,
+        batch: Batch,
+        conv_pool: ConvPool,
+        state_pool: RecurrentState,
+        *,
+        last_rows: bool = False,
     ) -> tuple[Activations, ConvPool, RecurrentState]:
         """Advances the sequences' states by the tokens of the step.
 
@@ -56,9 +62,10 @@ class GatedDeltaNet(nnx.Module):
             batch: where the tokens belong.
             conv_pool: ``[Lg, S, 3, Cc]``; only this layer's slots named by the batch change.
             state_pool: ``[Lg, S, Hv, Dv, Dk]``; likewise.
+            last_rows: give only what :meth:`Batch.last_rows` keeps.
 
         Returns:
-            The mixed tokens ``[M, D]`` and both pools.
+            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and both pools.
         """
         gdn = self.config
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
@@ -100,7 +107,9 @@ class GatedDeltaNet(nnx.Module):
                 **chosen["gdn_decode"],
             )  # [B, Hv*Dv]
             mixed.append(y)
-        return linear(batch.join(mixed), self.out_proj[...], "out_proj"), conv_pool, state_pool
+        mixed = batch.join(mixed)
+        mixed = batch.last_rows(mixed) if last_rows else mixed
+        return linear(mixed, self.out_proj[...], "out_proj"), conv_pool, state_pool
 
 
 def _initial_conv_weight(rngs: nnx.Rngs | None, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:

@@ -61,6 +61,16 @@ class DecodeInputs(NamedTuple):
     kv_lens: KVLens
 
 
+def _last_of(x: jax.Array, prefill: PrefillInputs) -> jax.Array:
+    """Each request's last of ``x [T, ...]``: ``[R, ...]``; another's for an absent request."""
+    return jnp.take(x, prefill.cu_seqlens[1:] - 1, axis=0, mode="clip")
+
+
+def _widened(page_table: PageTable, width: int) -> PageTable:
+    """The table with the null page where no row has one."""
+    return jnp.pad(page_table, ((0, 0), (0, width - page_table.shape[1])))
+
+
 class Batch(NamedTuple):
     """All tokens of a step, prefill first, with the two parts that the mixers tell apart.
 
@@ -102,6 +112,42 @@ class Batch(NamedTuple):
         """Cuts ``x [M, ...]`` into its prefill part ``[T, ...]`` and its decode part ``[B, ...]``."""
         num_prefill = self.num_prefill_tokens
         return x[:num_prefill], x[num_prefill:]
+
+    def last_rows(self, x: jax.Array) -> jax.Array:
+        """Of ``x [M, ...]`` what the head needs: each request's last token, then the decode rows: ``[R + B, ...]``.
+
+        The row of an absent request is another's.
+        """
+        if self.prefill is None:
+            return x
+        of_prefill, of_decode = self.split(x)
+        last = _last_of(of_prefill, self.prefill)
+        return last if self.decode is None else jnp.concatenate([last, of_decode])
+
+    def as_rows(self) -> DecodeInputs:
+        """What :meth:`last_rows` keeps, as rows of a decode step: one token each, all before it in the pages.
+
+        Absent requests are padding.
+        """
+        rows = []
+        if self.prefill is not None:
+            prefill, present = self.prefill, jnp.diff(self.prefill.cu_seqlens) > 0
+            rows.append(
+                DecodeInputs(
+                    tokens=_last_of(prefill.tokens, prefill),
+                    positions=_last_of(prefill.positions, prefill),
+                    page_ids=jnp.where(present, _last_of(prefill.page_ids, prefill), 0),
+                    page_offsets=_last_of(prefill.page_offsets, prefill),
+                    slot_ids=jnp.where(present, prefill.slot_ids, 0),
+                    page_table=prefill.page_table,
+                    kv_lens=jnp.where(present, prefill.kv_lens, 0),
+                )
+            )
+        if self.decode is not None:
+            rows.append(self.decode)
+        width = max(part.page_table.shape[1] for part in rows)
+        rows = [part._replace(page_table=_widened(part.page_table, width)) for part in rows]
+        return rows[0] if len(rows) == 1 else jax.tree.map(lambda *fields: jnp.concatenate(fields), *rows)
 
     def join(self, parts: list[jax.Array]) -> jax.Array:
         """Puts the parts that a step has end to end again, prefill first: ``[M, ...]``."""

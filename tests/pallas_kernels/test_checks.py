@@ -135,7 +135,7 @@ def test_layer_is_one_integer(op):
         ),
         ("kv_write", {"rotary_dim": 258}, "rotary_dim must be even, positive and at most H = 256, got 258"),
         ("kv_write", {"rotary_dim": 63}, "rotary_dim must be even, positive and at most H = 256, got 63"),
-        ("kv_write", {"num_heads": 0}, "num_heads must be positive, got 0"),
+        ("kv_write", {"num_heads": -1}, "num_heads must not be negative, got -1"),
         (
             "kv_write",
             {"num_heads": 3},

@@ -28,21 +28,23 @@ def test_decode_steps_of_4b_at_1088_tokens(rows, milliseconds):
 
 def test_prefill_of_4b():
     seconds = prefill_floor_s(FOUR, 8192) / 8192
-    assert seconds * 1e6 == pytest.approx(9.2, abs=0.05)
-    assert 1 / seconds == pytest.approx(109_000, rel=0.005)
+    assert seconds * 1e6 == pytest.approx(8.9, abs=0.05)
+    assert 1 / seconds == pytest.approx(112_500, rel=0.001)
 
 
 def test_offline_of_4b():
     floor = offline_floor(FOUR, 1024, 128, 256)
-    assert floor.prefill_s * 1e3 == pytest.approx(9.4, abs=0.05)
-    assert (floor.prefill_s + floor.decode_s) * 1e3 == pytest.approx(14.9, abs=0.1)
-    assert floor.in_turns_tok_s == pytest.approx(8_610, rel=0.005)
-    assert floor.overlapped_tok_s == pytest.approx(13_600, rel=0.01)
+    assert floor.prefill_s * 1e3 == pytest.approx(9.1, abs=0.05)
+    assert (floor.prefill_s + floor.decode_s) * 1e3 == pytest.approx(14.6, abs=0.1)
+    assert floor.in_turns_tok_s == pytest.approx(8_780, rel=0.005)
+    assert floor.overlapped_tok_s == pytest.approx(14_070, rel=0.01)
 
 
 def test_what_4b_moves():
     assert floors.weight_bytes(FOUR) == pytest.approx(8.41e9, rel=0.001)
     assert floors.layer_parameters(FOUR) == pytest.approx(3.57e9, rel=0.001)
+    # Of the last layer's attention the queries, gates and output of 16 heads of 256, and its MLP.
+    assert floors.layer_parameters(FOUR) - floors.prompt_parameters(FOUR) == 2560 * (3 * 16 * 256 + 3 * 9216)
     assert floors.state_bytes(FOUR) == 48 * 2**20
     assert floors.state_bytes(FOUR, "bfloat16") == 24 * 2**20
     assert floors.kv_token_bytes(FOUR) == 32 * 2**10 == page_bytes(FOUR, "bfloat16") // 64
@@ -71,9 +73,9 @@ def test_options_move_what_they_should():
     assert decode_step_floor_s(FOUR, 256, 1000, ceilings=slow) == pytest.approx(
         2 * decode_step_floor_s(FOUR, 256, 1000)
     )
-    pairs = 8 * 1024 * 1025 // 2
+    pairs = 7 * 8 * 1024 * 1025 // 2 + 8 * 1024  # seven layers with all queries, and one with the last token's
     attention = prefill_floor_s(FOUR, 8192, lengths=[1024] * 8) - prefill_floor_s(FOUR, 8192)
-    assert attention == pytest.approx(4 * 8 * 16 * 256 * pairs / 780e12)
+    assert attention == pytest.approx(4 * 16 * 256 * pairs / 780e12)
 
 
 @pytest.mark.parametrize("rows", [1, 256])
@@ -100,14 +102,15 @@ def test_parts_of_a_prefill_move_what_their_kernels_must(size):
     """In every layer; the weights of a kernel are not counted, nor states that fresh prompts do not have."""
     config = ModelConfig.preset(size)
     parts = prefill_part_floors_s(config, [1024] * 8)
-    for op, spec, layers in (
-        ("causal_conv", "8x1024", config.num_gdn_layers),
-        ("gdn_prefill", "8x1024", config.num_gdn_layers),
-        ("kv_write", "8x1024", config.num_attention_layers),
-        ("add_rms_norm", "rows8192", 2 * config.num_layers - 1),
+    for op, *layers in (
+        ("causal_conv", ("8x1024", config.num_gdn_layers)),
+        ("gdn_prefill", ("8x1024", config.num_gdn_layers)),
+        ("kv_write", ("8x1024", config.num_attention_layers - 1), ("8x1024@keys", 1)),
+        ("add_rms_norm", ("rows8192", 2 * config.num_layers - 2)),
     ):
-        kernel = layers * specs_of(op)[f"{size}-{spec}"].compulsory_bytes() / 4.26e12
-        assert 0.96 < parts[op] / kernel <= 1, op
+        specs = specs_of(op)
+        kernels = sum(n * specs[f"{size}-{spec}"].compulsory_bytes() for spec, n in layers) / 4.26e12
+        assert 0.96 < parts[op] / kernels <= 1, op
     assert parts["GEMMs"] == prefill_floor_s(config, 8192)
 
 
@@ -115,18 +118,18 @@ def test_prefill_attention_is_bound_by_bytes_or_operations():
     long, short = [16384], [64] * 256
     operations = prefill_floor_s(FOUR, 16384, lengths=long) - prefill_floor_s(FOUR, 16384)
     assert prefill_part_floors_s(FOUR, long)["paged_prefill_attention"] == pytest.approx(operations)
-    moved = 8 * 16384 * 2 * (3 * 16 * 256 + 2 * 4 * 256)
+    moved = 7 * 16384 * 2 * (3 * 16 * 256 + 2 * 4 * 256)
     assert prefill_part_floors_s(FOUR, short)["paged_prefill_attention"] == pytest.approx(moved / 4.26e12)
 
 
 def test_the_floor_of_a_chunk_over_its_prefix():
-    """By hand: the last of 16 chunks of 8,192 tokens, 8 attention layers of 16 heads of 256."""
+    """By hand: the last of 16 chunks of 8,192 tokens, 7 attention layers of 16 heads of 256, and one for one token."""
     pairs = 8192 * 122_880 + 8192 * 8193 // 2  # every token sees all before the chunk, and the chunk up to itself
     assert pairs == 1_040_191_488
-    assert floors.prefix_attention_flops(FOUR, 122_880, 8192) == 131_072 * pairs == 136_339_978_715_136
+    assert floors.prefix_attention_flops(FOUR, 122_880, 8192) == 16_384 * (7 * pairs + 131_072)
     last = floors.chunk_part_floors_s(FOUR, 122_880, 8192)
-    assert last["paged_prefill_attention"] * 1e3 == pytest.approx(174.79, abs=0.01)
-    assert last["GEMMs"] * 1e3 == pytest.approx(74.97, abs=0.01)
+    assert last["paged_prefill_attention"] * 1e3 == pytest.approx(152.95, abs=0.01)
+    assert last["GEMMs"] * 1e3 == pytest.approx(72.82, abs=0.01)
     # A last chunk of one token: its keys and values take longer to read than to multiply, its weights as well.
     one = floors.chunk_part_floors_s(FOUR, 131_071, 1)
     assert one["paged_prefill_attention"] == pytest.approx(131_072 * 32 * 2**10 / 4.26e12)
@@ -137,9 +140,10 @@ def test_the_floor_of_a_chunk_over_its_prefix():
 def test_chunks_of_a_long_prompt_do_the_work_of_the_whole(chunk):
     chunks = [(start, chunk) for start in range(0, 131_072, chunk)]
     whole = prefill_floor_s(FOUR, 131_072, lengths=[131_072])
-    assert sum(floors.chunk_floors_s(FOUR, chunks)) == pytest.approx(whole)
+    # But for the last layer's query of the last token of every chunk.
+    assert sum(floors.chunk_floors_s(FOUR, chunks)) == pytest.approx(whole, rel=1e-4)
     slow = Ceilings(bytes_per_s=2.13e12, flops_per_s=390e12)
-    assert sum(floors.chunk_floors_s(FOUR, chunks, ceilings=slow)) == pytest.approx(2 * whole)
+    assert sum(floors.chunk_floors_s(FOUR, chunks, ceilings=slow)) == pytest.approx(2 * whole, rel=1e-4)
 
 
 def test_options_move_the_parts_of_a_prefill():
@@ -149,5 +153,5 @@ def test_options_move_the_parts_of_a_prefill():
     assert one["gdn_prefill"] - half["gdn_prefill"] == pytest.approx(floors.state_bytes(FOUR, "bfloat16") / 4.26e12)
     slow = prefill_part_floors_s(FOUR, [1024] * 8, ceilings=Ceilings(bytes_per_s=2.13e12, flops_per_s=390e12))
     assert slow == pytest.approx({part: 2 * seconds for part, seconds in many.items()})
-    assert many["swiglu"] == pytest.approx(32 * 8192 * 3 * 9216 * 2 / 4.26e12)
+    assert many["swiglu"] == pytest.approx(31 * 8192 * 3 * 9216 * 2 / 4.26e12)
     assert many["gated_norm"] == pytest.approx(24 * 8192 * 3 * 4096 * 2 / 4.26e12)

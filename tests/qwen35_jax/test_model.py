@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,16 @@ class Runner:
     def step(self, prefill, decode, cache):
         """Runs a step; returns the output and the logits of (last prefill tokens, decode rows, all prefill tokens)."""
         return self._step(self.params, prefill, decode, cache)
+
+    @functools.cached_property
+    def forward(self) -> Callable[..., ForwardOutput]:
+        """A step as the engine runs it: (prefill, decode, cache) -> output, without layer outputs."""
+
+        @functools.partial(jax.jit, donate_argnums=3, compiler_options=COMPILER_OPTIONS)
+        def forward(params, prefill, decode, cache) -> ForwardOutput:
+            return self.pack.unpack(params).forward(prefill, decode, cache)
+
+        return functools.partial(forward, self.params)
 
     def sequence(self, length: int, slot: int, *pages: int, seed: int = 0) -> Sequence:
         return Sequence(tiny.token_ids(self.case, length, seed=seed), slot, pages)
@@ -410,6 +421,29 @@ def test_absent_requests_get_zeros_and_padding_rows_finite_numbers(rig):
     assert all(np.isfinite(layer).all() for layer in out.layer_outputs)
 
 
+@pytest.mark.parametrize("case", ["0.8b-tied", "4b-untied"])  # the last layer is one of attention, of Gated DeltaNet
+def test_the_last_layer_is_computed_only_for_what_the_head_needs(case):
+    """Hidden states and pools are those of a step that computes every token."""
+    rig = runner(case)
+    running, first, second = rig.sequence(80, 4, 7, 3), rig.sequence(72, 5, 9, 2), rig.sequence(5, 1, 4)
+    cache = rig.step(prefill_inputs([(running, 12)]), empty_decode(), poisoned_cache(rig.config))[0].cache
+    steps = (  # a first chunk of several, one behind the first page, and one without prompts
+        (prefill_inputs([(None, 0), (first, 66), (second, 5)]), decode_inputs([None, running])),
+        (prefill_inputs([(first, 4), (None, 0)]), decode_inputs([])),
+        (prefill_inputs([]), decode_inputs([running, first])),
+    )
+    for prefill, decode in steps:
+        want, _ = rig.step(prefill, decode, jax.tree.map(jnp.copy, cache))
+        got = rig.forward(prefill, decode, cache)
+        live = np.asarray(decode.slot_ids) != 0
+        np.testing.assert_array_equal(np.any(got.prefill_hidden, axis=1), np.diff(prefill.cu_seqlens) > 0)
+        assert_close(got.prefill_hidden, want.prefill_hidden)
+        assert_close(got.decode_hidden[live], want.decode_hidden[live])
+        for name, pool, wanted in zip(Cache._fields, got.cache, want.cache, strict=True):
+            assert_close(pool[:, 1:], wanted[:, 1:], name)
+        cache = got.cache
+
+
 def test_padding_tokens_pass_through_the_mixers_as_zeros(rig):
     """A token of padding keeps its embedding plus what the MLPs add: nothing comes from the pools or neighbours."""
     out, _ = rig.step(empty_prefill(), empty_decode(), poisoned_cache(rig.config))
@@ -464,13 +498,15 @@ def test_layers_share_one_trace_of_every_kernel():
     traces: dict[str, list] = {}
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
-        if eqn.primitive.name in ("jit", "pjit") and "layer_" in scope:
+        ops = {f"_{op.name}" for op in all_ops()}  # each behind a jit of its own
+        if eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] in ops and "layer_" in scope:
             shapes = tuple(str(aval) for aval in eqn.params["jaxpr"].in_avals)
             traces.setdefault(str(shapes), []).append(id(eqn.params["jaxpr"]))
     calls = sorted((len(ids), len(set(ids))) for ids in traces.values())
-    # Three GDN layers call causal_conv, gdn_prefill and gdn_decode; one attention layer calls its three ops; each of
-    # the four has two norms, of which the very first adds nothing.
-    assert calls == [(1, 1)] * 3 + [(3, 1)] * 3 + [(7, 1)]
+    # Three GDN layers call causal_conv, gdn_prefill and gdn_decode. The attention layer is the last: it writes keys of
+    # all tokens, then keys and queries of the last ones, and these attend. Each of the four has two norms, of which the
+    # very first adds nothing and the very last norms the last tokens alone.
+    assert calls == [(1, 1)] * 4 + [(3, 1)] * 3 + [(6, 1)]
 
 
 @pytest.mark.parametrize("op", [op.name for op in all_ops()])
