@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import pallas_kernels
 from pallas_kernels import sanitize
 
 CLEAN = """========= COMPUTE-SANITIZER
@@ -88,6 +91,20 @@ def test_a_run(stand_in, tmp_path, capsys):
     assert runs["memcheck"]["verdict"] == "clean" and runs["racecheck"]["errors"] == 1
     assert set(runs["memcheck"]["ran"].values()) == {"reference"} and len(runs["memcheck"]["ran"]) == 2
     assert "kv_write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_initcheck_does_not_look_at_results(look, monkeypatch, stand_in):
+    """Copying what the copy engine wrote to the host is what the tool would complain of."""
+    monkeypatch.setattr(pallas_kernels, "kv_write", lambda **arguments: (jnp.full(3, jnp.nan), None))
+    with pytest.raises(FloatingPointError) if look else contextlib.nullcontext():
+        sanitize.run_op("kv_write", "reference", look=look)
+    commands = []
+    monkeypatch.setattr(sanitize.subprocess, "Popen", lambda command, **_: commands.append(command) or 1 / 0)
+    for tool in ("memcheck", "initcheck"):
+        with pytest.raises(ZeroDivisionError):
+            sanitize.check("tool", "kv_write", tool, None, timeout=1.0)
+    assert ["--blind" in command for command in commands] == [False, True]
 
 
 def test_a_hang_is_stopped(stand_in, tmp_path, monkeypatch):
