@@ -1,0 +1,244 @@
+"""``swiglu_product`` on Hopper, Pallas Mosaic GPU: a warp-specialised product whose accumulators never leave registers.
+
+A block computes a tile of tokens and of hidden columns, then its next tile. A tile's gate and up columns come from the
+two halves of the weight by copies of their own and meet in one accumulator, so each thread has gate and up of the same
+numbers and the activation is a matter of registers. Two warpgroups multiply, half of the rows each; a third brings
+tokens and weight by the copy engine, several steps of the inner dimension ahead, and does not stop where a tile ends:
+the first steps of the next tile arrive while the activation of this one is computed.
+
+Tiles are taken in groups of row blocks, down the rows of a group first, so that what all blocks read at one time is few
+distinct rows and columns. With clusters, two blocks have the same columns and neighbouring rows, and each brings half
+of the weight for both.
+
+Learned from CUTLASS's persistent cooperative kernels for Hopper and JAX's ``pallas.ops.gpu.hopper_matmul_mgpu``. See
+NOTES.md beside this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import tuned
+from pallas_kernels.gpu_support import require, require_nvidia
+
+DEPTH = 64  # of the inner dimension a step: 128 bytes, the widest swizzle
+WARPGROUPS = 2  # that multiply
+ALIGNMENT = 8  # rows, which the copy engine moves in eights
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What may be tuned.
+
+    Attributes:
+        rows: tokens of a tile, 64 or 128 a warpgroup.
+        columns: hidden columns of a tile, each of them a gate and an up column of the weight.
+        stages: steps of the inner dimension in shared memory.
+        cluster: blocks that share each step's weight.
+        group: row blocks (of all blocks of a cluster) that are taken together before the columns move on.
+        blocks: blocks of the grid; more than the GPU has multiprocessors wait.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    stages: int = 4
+    cluster: int = 1
+    group: int = 16
+    blocks: int = 132
+
+    def __post_init__(self):
+        if not (self.rows in (128, 256) and self.columns in (64, 128) and self.rows * self.columns <= 128 * 128):
+            raise ValueError(f"no tile of this kernel: {self}")
+        if not (self.stages >= 2 and self.cluster in (1, 2) and self.group >= 1 and self.blocks >= self.cluster):
+            raise ValueError(f"no tiling of this kernel: {self}")
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block."""
+        stage = (self.rows + 2 * self.columns) * DEPTH
+        return (self.stages * stage + self.rows * self.columns) * itemsize
+
+
+def tuning_key(arguments) -> tuned.Key:
+    """Shapes that tuned tilings are found by."""
+    (tokens, width), doubled = arguments["x"].shape, arguments["weight"].shape[1]
+    exact = {"dtype": jnp.dtype(arguments["x"].dtype).name}
+    return exact, {"tokens": tokens, "width": width, "hidden": doubled // 2}
+
+
+def supports(target, arguments) -> None:
+    """Hopper, 16-bit activations, a width of whole steps, hidden columns of whole tiles."""
+    require_nvidia(target, at_least=(9, 0), before=(10, 0))  # wgmma is Hopper's alone
+    (tokens, width), doubled = arguments["x"].shape, arguments["weight"].shape[1]
+    dtype = arguments["x"].dtype
+    require(dtype.itemsize == 2, f"takes 16-bit activations, not {dtype}")
+    require(width % DEPTH == 0 and width > 0, f"takes widths in multiples of {DEPTH}, not {width}")
+    require(doubled % 256 == 0 and doubled > 0, f"takes hidden sizes in multiples of 128, not {doubled // 2}")
+    require(0 < tokens < 2**31 // max(width, doubled), f"takes 1 to 2^31 numbers, not {tokens} rows")
+
+
+def swiglu_product(x, weight, *, tiling: Tiling | None = None, interpret=False) -> jax.Array:
+    """See :func:`pallas_kernels.swiglu_product`."""
+    if tiling is None:
+        key = tuning_key({"x": x, "weight": weight})
+        tiling = tuned.settings(Tiling(), "swiglu_product", "mosaic_sm90", key)
+    num_tokens, hidden = x.shape[0], weight.shape[1] // 2
+    padding = -num_tokens % ALIGNMENT  # none in a bucket of the engine
+    if padding:
+        x = jnp.pad(x, ((0, padding), (0, 0)))
+    cluster = tiling.cluster
+    tiles = pl.cdiv(x.shape[0], tiling.rows * cluster) * (hidden // tiling.columns)
+    clusters = min(tiling.blocks // cluster, tiles)
+    kernel = pl.kernel(
+        functools.partial(_kernel, tiling=tiling, clusters=clusters),
+        out_type=[jax.ShapeDtypeStruct((x.shape[0], hidden), x.dtype)],
+        mesh=plgpu.Mesh(
+            grid=(clusters,),
+            grid_names=("cluster",),
+            cluster=(cluster,) if cluster > 1 else (),
+            cluster_names=("block",) if cluster > 1 else (),
+            num_threads=WARPGROUPS + 1,
+            thread_name="warpgroup",
+        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
+        interpret=interpret,
+        name="swiglu_product",
+    )
+    [out] = kernel(x, weight)
+    return out[:num_tokens] if padding else out
+
+
+class _Memory(NamedTuple):
+    """Shared memory and barriers of a block."""
+
+    tokens: Any  # [stages, rows, DEPTH]
+    weights: Any  # [stages, 2, DEPTH, columns]: gate, up
+    results: Any  # [WARPGROUPS, rows of one, columns]
+    full: Any  # a barrier a stage
+    free: Any
+
+
+def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int):
+    """See :func:`swiglu_product`; x [M, D], weight [D, 2F], out [M, F]."""
+    dtype, (num_tokens, hidden) = x_ref.dtype, out_ref.shape
+    rows, columns, stages, cluster = tiling.rows, tiling.columns, tiling.stages, tiling.cluster
+    shared = "block" if cluster > 1 else None
+    steps = x_ref.shape[1] // DEPTH
+    row_blocks, column_blocks = pl.cdiv(num_tokens, rows * cluster), hidden // columns
+    swizzled = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))
+
+    def body(*memory):
+        memory = _Memory(*memory)
+        warpgroup, own = lax.axis_index("warpgroup"), lax.axis_index("cluster")
+        block = lax.axis_index("block") if shared else 0
+        tiles = row_blocks * column_blocks
+
+        def every_tile(of_tile):
+            """``of_tile(first row, first column, steps before)`` for the tiles of this block."""
+            mine = lax.div(tiles - own + (clusters - 1), jnp.int32(clusters))
+
+            @pl.loop(0, mine)
+            def _(number):
+                row_block, column_block = _place(own + number * clusters, row_blocks, column_blocks, tiling.group)
+                of_tile((row_block * cluster + block) * rows, column_block * columns, number * steps)
+
+            return mine * steps
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            every_tile(lambda *tile: _compute(out_ref, memory, *tile, warpgroup, steps))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            used = every_tile(lambda *tile: _bring(x_ref, weight_ref, memory, *tile, steps, hidden, shared))
+
+            # No block leaves while its cluster still arrives at its barriers.
+            for behind in range(stages, 0, -1):
+                barrier = memory.free.at[lax.rem(used - behind + stages, jnp.int32(stages))]
+                pl.when(used >= behind)(functools.partial(plgpu.barrier_wait, barrier))
+
+    free = {"num_arrivals": WARPGROUPS, "num_barriers": stages}
+    pl.run_scoped(
+        body,
+        plgpu.SMEM((stages, rows, DEPTH), dtype, transforms=swizzled),
+        plgpu.SMEM((stages, 2, DEPTH, columns), dtype, transforms=swizzled),
+        plgpu.SMEM((WARPGROUPS, rows // WARPGROUPS, columns), dtype, transforms=swizzled),
+        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        plgpu.ClusterBarrier(collective_axes=(shared,), **free) if shared else plgpu.Barrier(**free),
+        collective_axes="warpgroup",
+    )
+
+
+def _place(tile, row_blocks: int, column_blocks: int, group: int):
+    """Row block and column block of a tile: groups of row blocks, in each the rows first."""
+    whole = jnp.int32(group * column_blocks)
+    number = lax.div(tile, whole)
+    within = tile - number * whole
+    height = jnp.minimum(group, row_blocks - number * group)
+    column = lax.div(within, height)
+    return number * group + within - column * height, column
+
+
+def _bring(x_ref, weight_ref, memory: _Memory, row, column, used, steps, hidden, shared):
+    """The third warpgroup: tokens and weight of every step of a tile."""
+    stages, rows, _ = memory.tokens.shape
+    columns = memory.weights.shape[-1]
+
+    @pl.loop(0, steps)
+    def _(step):
+        number = used + step
+        stage = lax.rem(number, jnp.int32(stages))
+        full, inner = memory.full.at[stage], pl.ds(step * DEPTH, DEPTH)
+        pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, memory.free.at[stage]))
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), inner], memory.tokens.at[stage], full)
+        for half in range(2):
+            source = weight_ref.at[inner, pl.ds(half * hidden + column, columns)]
+            plgpu.copy_gmem_to_smem(source, memory.weights.at[stage, half], full, collective_axes=shared)
+
+
+def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps):
+    """One of the first two warpgroups: its rows of a tile."""
+    stages = memory.tokens.shape[0]
+    _, height, columns = memory.results.shape
+    own = pl.ds(warpgroup * height, height)
+
+    def stage_of(step):
+        return lax.rem(used + step, jnp.int32(stages))
+
+    def multiply(gate_ref, up_ref):
+        def one_step(step):
+            stage = stage_of(step)
+            plgpu.barrier_wait(memory.full.at[stage])
+            for half, total in enumerate((gate_ref, up_ref)):
+                plgpu.wgmma(total, memory.tokens.at[stage, own], memory.weights.at[stage, half])
+
+        one_step(0)
+
+        @pl.loop(1, steps)
+        def _(step):
+            one_step(step)
+            plgpu.wgmma_wait(2)  # the two products of the step before are done
+            plgpu.barrier_arrive(memory.free.at[stage_of(step - 1)])
+
+        return gate_ref[...], up_ref[...]
+
+    accumulator = plgpu.ACC((height, columns), jnp.float32)
+    gate, up = pl.run_scoped(multiply, accumulator, accumulator)
+    plgpu.barrier_arrive(memory.free.at[stage_of(steps - 1)])
+    root = lax.rsqrt(1.0 + jnp.exp(-gate))  # squared it is the logistic function: two instructions, no division
+    result = (gate * (root * root) * up).astype(out_ref.dtype)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result of the tile before has left
+    memory.results[warpgroup] = result
+    plgpu.commit_smem()
+    destination = out_ref.at[pl.ds(row + warpgroup * height, height), pl.ds(column, columns)]
+    plgpu.copy_smem_to_gmem(memory.results.at[warpgroup], destination)
