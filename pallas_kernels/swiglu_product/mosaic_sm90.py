@@ -28,8 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.gpu_support import require, require_nvidia
+from pallas_kernels.swiglu_product.mosaic_products import DEPTH, STRIP, SWIZZLED, Emulated, One, Two
 
-DEPTH = 64  # of the inner dimension a step: 128 bytes, the widest swizzle
 WARPGROUPS = 2  # that multiply
 ALIGNMENT = 8  # rows, which the copy engine moves in eights
 
@@ -43,6 +43,9 @@ class Tiling:
         columns: hidden columns of a tile, each of them a gate and an up column of the weight.
         stages: steps of the inner dimension in shared memory.
         cluster: blocks that share each step's weight.
+        products: 2: one product for the gate and one for the up columns of a step; 1: one for both.
+        lag: steps that the second warpgroup begins a tile behind the first, so that one has the tensor cores while the
+            other computes its activation; less than there are stages, and one more than it: not at all.
         group: row blocks (of all blocks of a cluster) that are taken together before the columns move on.
         blocks: blocks of the grid; more than the GPU has multiprocessors wait.
     """
@@ -51,12 +54,16 @@ class Tiling:
     columns: int = 128
     stages: int = 4
     cluster: int = 1
+    products: int = 2
+    lag: int = 0
     group: int = 16
     blocks: int = 132
 
     def __post_init__(self):
         if not (self.rows in (128, 256) and self.columns in (64, 128) and self.rows * self.columns <= 128 * 128):
             raise ValueError(f"no tile of this kernel: {self}")
+        if not (self.products in (1, 2) and 0 <= self.lag < self.stages):
+            raise ValueError(f"no schedule of this kernel: {self}")
         if not (self.stages >= 2 and self.cluster in (1, 2) and self.group >= 1 and self.blocks >= self.cluster):
             raise ValueError(f"no tiling of this kernel: {self}")
 
@@ -97,7 +104,7 @@ def swiglu_product(x, weight, *, tiling: Tiling | None = None, interpret=False) 
     tiles = pl.cdiv(x.shape[0], tiling.rows * cluster) * (hidden // tiling.columns)
     clusters = min(tiling.blocks // cluster, tiles)
     kernel = pl.kernel(
-        functools.partial(_kernel, tiling=tiling, clusters=clusters),
+        functools.partial(_kernel, tiling=tiling, clusters=clusters, emulate=bool(interpret)),
         out_type=[jax.ShapeDtypeStruct((x.shape[0], hidden), x.dtype)],
         mesh=plgpu.Mesh(
             grid=(clusters,),
@@ -119,20 +126,23 @@ class _Memory(NamedTuple):
     """Shared memory and barriers of a block."""
 
     tokens: Any  # [stages, rows, DEPTH]
-    weights: Any  # [stages, 2, DEPTH, columns]: gate, up
+    weights: Any  # [stages, pieces, DEPTH, columns of a piece]: pieces of the gate, then of the up columns
     results: Any  # [WARPGROUPS, rows of one, columns]
     full: Any  # a barrier a stage
     free: Any
+    turn: Any  # the second warpgroup may begin its tile
 
 
-def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int):
+def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int, emulate: bool):
     """See :func:`swiglu_product`; x [M, D], weight [D, 2F], out [M, F]."""
     dtype, (num_tokens, hidden) = x_ref.dtype, out_ref.shape
     rows, columns, stages, cluster = tiling.rows, tiling.columns, tiling.stages, tiling.cluster
     shared = "block" if cluster > 1 else None
     steps = x_ref.shape[1] // DEPTH
     row_blocks, column_blocks = pl.cdiv(num_tokens, rows * cluster), hidden // columns
-    swizzled = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))
+    piece = columns if tiling.products == 2 else STRIP
+    pieces = 2 * columns // piece
+    products = Emulated if emulate else Two if tiling.products == 2 else One
 
     def body(*memory):
         memory = _Memory(*memory)
@@ -154,7 +164,7 @@ def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int):
         @pl.when(warpgroup < WARPGROUPS)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            every_tile(lambda *tile: _compute(out_ref, memory, *tile, warpgroup, steps))
+            every_tile(lambda *tile: _compute(out_ref, memory, *tile, warpgroup, steps, products, tiling.lag))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
 
         @pl.when(warpgroup == WARPGROUPS)
@@ -170,11 +180,12 @@ def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int):
     free = {"num_arrivals": WARPGROUPS, "num_barriers": stages}
     pl.run_scoped(
         body,
-        plgpu.SMEM((stages, rows, DEPTH), dtype, transforms=swizzled),
-        plgpu.SMEM((stages, 2, DEPTH, columns), dtype, transforms=swizzled),
-        plgpu.SMEM((WARPGROUPS, rows // WARPGROUPS, columns), dtype, transforms=swizzled),
-        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        plgpu.SMEM((stages, rows, DEPTH), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((stages, pieces, DEPTH, piece), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((WARPGROUPS, rows // WARPGROUPS, columns), dtype, transforms=SWIZZLED),
+        plgpu.Barrier(num_arrivals=1 + pieces, num_barriers=stages),
         plgpu.ClusterBarrier(collective_axes=(shared,), **free) if shared else plgpu.Barrier(**free),
+        plgpu.Barrier(),
         collective_axes="warpgroup",
     )
 
@@ -192,7 +203,7 @@ def _place(tile, row_blocks: int, column_blocks: int, group: int):
 def _bring(x_ref, weight_ref, memory: _Memory, row, column, used, steps, hidden, shared):
     """The third warpgroup: tokens and weight of every step of a tile."""
     stages, rows, _ = memory.tokens.shape
-    columns = memory.weights.shape[-1]
+    _, pieces, _, columns = memory.weights.shape
 
     @pl.loop(0, steps)
     def _(step):
@@ -201,12 +212,13 @@ def _bring(x_ref, weight_ref, memory: _Memory, row, column, used, steps, hidden,
         full, inner = memory.full.at[stage], pl.ds(step * DEPTH, DEPTH)
         pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, memory.free.at[stage]))
         plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), inner], memory.tokens.at[stage], full)
-        for half in range(2):
-            source = weight_ref.at[inner, pl.ds(half * hidden + column, columns)]
-            plgpu.copy_gmem_to_smem(source, memory.weights.at[stage, half], full, collective_axes=shared)
+        for piece in range(pieces):
+            half, strip = divmod(piece, pieces // 2)
+            source = weight_ref.at[inner, pl.ds(half * hidden + strip * columns + column, columns)]
+            plgpu.copy_gmem_to_smem(source, memory.weights.at[stage, piece], full, collective_axes=shared)
 
 
-def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps):
+def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps, products, lag):
     """One of the first two warpgroups: its rows of a tile."""
     stages = memory.tokens.shape[0]
     _, height, columns = memory.results.shape
@@ -215,26 +227,28 @@ def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps):
     def stage_of(step):
         return lax.rem(used + step, jnp.int32(stages))
 
-    def multiply(gate_ref, up_ref):
-        def one_step(step):
-            stage = stage_of(step)
-            plgpu.barrier_wait(memory.full.at[stage])
-            for half, total in enumerate((gate_ref, up_ref)):
-                plgpu.wgmma(total, memory.tokens.at[stage, own], memory.weights.at[stage, half])
+    def before(step):
+        plgpu.barrier_wait(memory.full.at[stage_of(step)])
 
-        one_step(0)
+    def after(step):
+        plgpu.barrier_arrive(memory.free.at[stage_of(step)])
 
-        @pl.loop(1, steps)
-        def _(step):
-            one_step(step)
-            plgpu.wgmma_wait(2)  # the two products of the step before are done
-            plgpu.barrier_arrive(memory.free.at[stage_of(step - 1)])
+    def after_with_turn(step):
+        after(step)
+        pl.when((warpgroup == 0) & (step == lag - 1))(lambda: plgpu.barrier_arrive(memory.turn))
 
-        return gate_ref[...], up_ref[...]
-
-    accumulator = plgpu.ACC((height, columns), jnp.float32)
-    gate, up = pl.run_scoped(multiply, accumulator, accumulator)
-    plgpu.barrier_arrive(memory.free.at[stage_of(steps - 1)])
+    if lag:
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(memory.turn))
+    gate, up = products.sums(
+        height,
+        columns,
+        steps,
+        lambda step: memory.tokens.at[stage_of(step), own],
+        lambda step: memory.weights.at[stage_of(step)],
+        before,
+        after_with_turn if lag else after,
+    )
+    after(steps - 1)
     root = lax.rsqrt(1.0 + jnp.exp(-gate))  # squared it is the logistic function: two instructions, no division
     result = (gate * (root * root) * up).astype(out_ref.dtype)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result of the tile before has left
