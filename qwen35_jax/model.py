@@ -79,7 +79,7 @@ class DecoderLayer(nnx.Module):
         self.input_norm = vector(config.hidden_size)
         self.mixer = mixers[kind](config, pool_layer, rngs=rngs, kernels=kernels, dtype=dtype)
         self.post_norm = vector(config.hidden_size)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+        self.mlp = MLP(config, rngs=rngs, kernels=kernels, dtype=dtype)
 
     def __call__(
         self, x: Activations, delta: Activations | None, batch: Batch, cache: Cache

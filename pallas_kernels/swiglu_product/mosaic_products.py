@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 DEPTH = 64  # of the inner dimension a step: 128 bytes, the widest swizzle
 STRIP = 64  # columns of a strip, by the same swizzle
@@ -74,7 +76,9 @@ class One:
             def product(context, total, tokens, weights):
                 del context
                 # [strip, row / 8, 1, 8, 64] -> [row / 8, strip, 8, 64]: tiles of a matrix [DEPTH, 2 columns]
-                weights = mgpu.memref_slice(mgpu.memref_transpose(weights, (1, 0, 2, 3, 4)), (slice(None), slice(None), 0))
+                weights = mgpu.memref_slice(
+                    mgpu.memref_transpose(weights, (1, 0, 2, 3, 4)), (slice(None), slice(None), 0)
+                )
                 total = mgpu.WGMMAAccumulator.from_registers(total, sync=first)
                 total = mgpu.wgmma(total, tokens, weights, swizzle=2 * DEPTH)
                 _commit()
@@ -129,9 +133,4 @@ class Emulated:
 
 def _commit():
     """Ends the group of products that :func:`plgpu.wgmma_wait` counts."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True
-    )
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
