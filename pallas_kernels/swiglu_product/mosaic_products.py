@@ -13,8 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import nvvm
 
 DEPTH = 64  # of the inner dimension a step: 128 bytes, the widest swizzle
 STRIP = 64  # columns of a strip, by the same swizzle
@@ -27,13 +26,14 @@ class Two:
     """A product for the gate and one for the up columns, accumulators of their own."""
 
     @staticmethod
-    def sums(height, columns, steps, tokens_of, weights_of, before, after):
+    def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
         """f32[height, columns] of the gate and of the up columns, summed over the steps.
 
         Args:
             height: rows.
             columns: of each half.
             steps: of the inner dimension.
+            unrolled: steps in front of the loop, at least one; their numbers are no tracers.
             tokens_of: step -> reference [height, DEPTH].
             weights_of: step -> reference [pieces, DEPTH, columns of a piece].
             before: called with a step before its operands are read.
@@ -41,20 +41,21 @@ class Two:
         """
 
         def run(gate_ref, up_ref):
-            def one_step(step):
+            def multiply(step):
                 before(step)
                 tokens, weights = tokens_of(step), weights_of(step)
                 for half, total in enumerate((gate_ref, up_ref)):
                     plgpu.wgmma(total, tokens, weights.at[half])
 
-            one_step(0)
-
-            @pl.loop(1, steps)
-            def _(step):
-                one_step(step)
+            def another(step):
+                multiply(step)
                 plgpu.wgmma_wait(2)  # the two products of the step before are done
                 after(step - 1)
 
+            multiply(0)
+            for step in range(1, unrolled):
+                another(step)
+            pl.loop(unrolled, steps)(another)
             return gate_ref[...], up_ref[...]
 
         accumulator = plgpu.ACC((height, columns), jnp.float32)
@@ -65,47 +66,44 @@ class One:
     """One product over strips of columns, gate strips before up strips."""
 
     @staticmethod
-    def sums(height, columns, steps, tokens_of, weights_of, before, after):
+    def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
         """See :meth:`Two.sums`."""
         total_type = plgpu.ShapeDtypeStruct((height, 2 * columns), jnp.float32, layout=_MATRIX)
         half_type = plgpu.ShapeDtypeStruct((height, columns), jnp.float32, layout=_MATRIX)
         operand = plgpu.RefType(SWIZZLED)
 
-        def multiply(first: bool):
+        def multiply(step, total, *, first=False):
             @plgpu.inline_mgpu(arg_types=(_MATRIX, operand, operand), return_type=total_type)
             def product(context, total, tokens, weights):
                 del context
                 # [strip, row / 8, 1, 8, 64] -> [row / 8, strip, 8, 64]: tiles of a matrix [DEPTH, 2 columns]
-                weights = mgpu.memref_slice(
-                    mgpu.memref_transpose(weights, (1, 0, 2, 3, 4)), (slice(None), slice(None), 0)
-                )
+                weights = mgpu.memref_transpose(weights, (1, 0, 2, 3, 4))
+                weights = mgpu.memref_slice(weights, (slice(None), slice(None), 0))
                 total = mgpu.WGMMAAccumulator.from_registers(total, sync=first)
                 total = mgpu.wgmma(total, tokens, weights, swizzle=2 * DEPTH)
-                _commit()
+                nvvm.wgmma_commit_group_sync_aligned()  # what plgpu.wgmma_wait counts
                 return total.value
 
-            def one_step(step, total):
-                before(step)
-                return product(total, tokens_of(step), weights_of(step))
-
-            return one_step
+            before(step)
+            return product(total, tokens_of(step), weights_of(step))
 
         def another(step, total):
-            total = multiply(first=False)(step, total)
-            plgpu.wgmma_wait(1)
+            total = multiply(step, total)
+            plgpu.wgmma_wait(1)  # the product of the step before is done
             after(step - 1)
             return total
-
-        total = plgpu.layout_cast(jnp.zeros((height, 2 * columns), jnp.float32), _MATRIX)
-        total = multiply(first=True)(0, total)
-        total = lax.fori_loop(1, steps, another, total)
-        plgpu.wgmma_wait(0)
 
         @plgpu.inline_mgpu(arg_types=(_MATRIX,), return_type=(half_type, half_type))
         def halves(context, total):
             del context
             return total[:, :columns], total[:, columns:]
 
+        total = plgpu.layout_cast(jnp.zeros((height, 2 * columns), jnp.float32), _MATRIX)
+        total = multiply(0, total, first=True)
+        for step in range(1, unrolled):
+            total = another(step, total)
+        total = lax.fori_loop(unrolled, steps, another, total)
+        plgpu.wgmma_wait(0)
         return halves(total)
 
 
@@ -116,21 +114,22 @@ class Emulated:
     """
 
     @staticmethod
-    def sums(height, columns, steps, tokens_of, weights_of, before, after):
+    def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
         """See :meth:`Two.sums`."""
 
-        def one_step(step, total):
+        def multiply(step, total):
             before(step)
             tokens, weights = tokens_of(step)[...], weights_of(step)[...]
             plgpu.commit_smem()
             weights = weights.swapaxes(0, 1).reshape(DEPTH, 2 * columns)
-            pl.when(step < steps - 1)(lambda: after(step))
             return total + jnp.dot(tokens, weights, preferred_element_type=jnp.float32)
 
-        total = lax.fori_loop(0, steps, one_step, jnp.zeros((height, 2 * columns), jnp.float32))
+        def another(step, total):
+            after(step - 1)
+            return multiply(step, total)
+
+        total = multiply(0, jnp.zeros((height, 2 * columns), jnp.float32))
+        for step in range(1, unrolled):
+            total = another(step, total)
+        total = lax.fori_loop(unrolled, steps, another, total)
         return total[:, :columns], total[:, columns:]
-
-
-def _commit():
-    """Ends the group of products that :func:`plgpu.wgmma_wait` counts."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)

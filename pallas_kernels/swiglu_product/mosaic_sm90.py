@@ -247,10 +247,8 @@ def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps, prod
 
     def after(step):
         plgpu.barrier_arrive(memory.free.at[stage_of(step)])
-
-    def after_with_turn(step):
-        after(step)
-        pl.when((warpgroup == 0) & (step == lag - 1))(lambda: plgpu.barrier_arrive(memory.turn))
+        if isinstance(step, int) and step == lag - 1:  # in front of the loop, which so stays free of branches
+            pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(memory.turn))
 
     if lag:
         pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(memory.turn))
@@ -258,10 +256,11 @@ def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps, prod
         height,
         columns,
         steps,
+        1 + lag,
         lambda step: memory.tokens.at[stage_of(step), own],
         lambda step: memory.weights.at[stage_of(step)],
         before,
-        after_with_turn if lag else after,
+        after,
     )
     after(steps - 1)
     root = lax.rsqrt(1.0 + jnp.exp(-gate))  # squared it is the logistic function: two instructions, no division

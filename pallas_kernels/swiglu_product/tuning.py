@@ -9,10 +9,10 @@ from pallas_kernels.tuned import Tunable
 
 
 def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
-    """Whether stages and results fit into shared memory, and the accumulators into registers."""
+    """Whether stages and results fit into shared memory, and what a thread holds into registers."""
     itemsize = jnp.dtype(arguments["x"].dtype).itemsize
-    one_product = tiling.products == 1 or tiling.start == 1  # two products with a late start spill registers
-    return tiling.shared_bytes(itemsize) <= mosaic_sm90.SHARED_BYTES and one_product
+    spills = tiling.start > 1 and (tiling.products == 2 or tiling.wide == 2)
+    return tiling.shared_bytes(itemsize) <= mosaic_sm90.SHARED_BYTES and not spills
 
 
 TUNABLES = (

@@ -469,8 +469,8 @@ def test_layers_share_one_trace_of_every_kernel():
             traces.setdefault(str(shapes), []).append(id(eqn.params["jaxpr"]))
     calls = sorted((len(ids), len(set(ids))) for ids in traces.values())
     # Three GDN layers call causal_conv, gdn_prefill and gdn_decode; one attention layer calls its three ops; each of
-    # the four has two norms, of which the very first adds nothing.
-    assert calls == [(1, 1)] * 3 + [(3, 1)] * 3 + [(7, 1)]
+    # the four has two norms, of which the very first adds nothing, and an MLP's first product.
+    assert calls == [(1, 1)] * 3 + [(3, 1)] * 3 + [(4, 1), (7, 1)]
 
 
 @pytest.mark.parametrize("op", [op.name for op in all_ops()])
