@@ -22,8 +22,23 @@ SWIZZLED = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH)
 _MATRIX = plgpu.Layout.WGMMA
 
 
+def halves_of_columns(array):
+    """The left and the right half of a matrix in registers, each thread its own part: nothing moves."""
+    height, width = array.shape
+    half = plgpu.ShapeDtypeStruct((height, width // 2), array.dtype, layout=_MATRIX)
+
+    @plgpu.inline_mgpu(arg_types=(_MATRIX,), return_type=(half, half))
+    def split(context, array):
+        del context
+        return array[:, : width // 2], array[:, width // 2 :]
+
+    return split(array)
+
+
 class Two:
     """A product for the gate and one for the up columns, accumulators of their own."""
+
+    halves = staticmethod(halves_of_columns)
 
     @staticmethod
     def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
@@ -65,11 +80,12 @@ class Two:
 class One:
     """One product over strips of columns, gate strips before up strips."""
 
+    halves = staticmethod(halves_of_columns)
+
     @staticmethod
     def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
         """See :meth:`Two.sums`."""
         total_type = plgpu.ShapeDtypeStruct((height, 2 * columns), jnp.float32, layout=_MATRIX)
-        half_type = plgpu.ShapeDtypeStruct((height, columns), jnp.float32, layout=_MATRIX)
         operand = plgpu.RefType(SWIZZLED)
 
         def multiply(step, total, *, first=False):
@@ -93,18 +109,13 @@ class One:
             after(step - 1)
             return total
 
-        @plgpu.inline_mgpu(arg_types=(_MATRIX,), return_type=(half_type, half_type))
-        def halves(context, total):
-            del context
-            return total[:, :columns], total[:, columns:]
-
         total = plgpu.layout_cast(jnp.zeros((height, 2 * columns), jnp.float32), _MATRIX)
         total = multiply(0, total, first=True)
         for step in range(1, unrolled):
             total = another(step, total)
         total = lax.fori_loop(unrolled, steps, another, total)
         plgpu.wgmma_wait(0)
-        return halves(total)
+        return halves_of_columns(total)
 
 
 class Emulated:
@@ -112,6 +123,11 @@ class Emulated:
 
     Its race detector takes these reads for ordinary ones, which must be fenced before the copy engine writes again.
     """
+
+    @staticmethod
+    def halves(array):
+        """See :func:`halves_of_columns`."""
+        return tuple(jnp.split(array, 2, axis=1))
 
     @staticmethod
     def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):

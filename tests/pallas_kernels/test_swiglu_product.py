@@ -126,7 +126,16 @@ def test_declines_what_it_cannot_run():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"wide": 3}, {"products": 0}, {"stages": 1}, {"start": 5}, {"start": 0}, {"cluster": 4}, {"group": 0}],
+    [
+        {"wide": 3},
+        {"products": 0},
+        {"stages": 1},
+        {"start": 5},
+        {"start": 0},
+        {"cluster": 4},
+        {"pairs": 3},
+        {"group": 0},
+    ],
     ids=str,
 )
 def test_refused_tilings(fields):
@@ -194,7 +203,7 @@ TILINGS = {
     "late": ((136, 256, 128), Tiling(blocks=1, start=2, stages=3)),
     "wide": ((300, 128, 128), Tiling(blocks=2, wide=2, stages=2)),
     "cluster": ((300, 128, 128), Tiling(blocks=2, cluster=2, group=2, stages=2, start=2)),
-    "races": ((128, 192, 256), Tiling(blocks=1, start=2, stages=2)),
+    "races": ((128, 192, 256), Tiling(blocks=1, start=2, stages=2, pairs=2)),
 }
 
 
