@@ -1,6 +1,6 @@
 """GPU kernels and their plain-jnp references.
 
-Seven ops; each is a folder of the same name with ``api.py`` (the public function), ``reference.py`` (its definition),
+Eight ops; each is a folder of the same name with ``api.py`` (the public function), ``reference.py`` (its definition),
 ``specs.py`` (real model shapes) and one file per further implementation. The public functions are exported here, so
 ``pallas_kernels.gdn_decode`` is the function; ``from pallas_kernels.gdn_decode import specs`` reaches into its folder.
 """
@@ -13,6 +13,7 @@ from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.paged_decode_attention.api import paged_decode_attention
 from pallas_kernels.paged_prefill_attention.api import paged_prefill_attention
 from pallas_kernels.registry import UnknownImplementation, UnsupportedArguments, describe
+from pallas_kernels.swiglu_product.api import swiglu_product
 
 __all__ = [
     "UnknownImplementation",
@@ -25,4 +26,5 @@ __all__ = [
     "kv_write",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "swiglu_product",
 ]

@@ -145,15 +145,19 @@ def chained(spec: Spec, implementation: str | registry.Implementation, options: 
 
     Each call has inputs of its own (else the compiler would merge what the calls have in common) and waits for the
     one before it: through the pools, or, where an op updates none, through its output, which stands for one of the next
-    one's arguments. The calls are repeated ``rounds`` times in a loop of static length, which costs the host nothing:
-    a program so lasts longer than its dispatch. A barrier keeps what the calls share with the round before in the loop.
+    one's arguments or, where none has its shape, holds them back by a barrier. The calls are repeated ``rounds`` times
+    in a loop of static length, which costs the host nothing: a program so lasts longer than its dispatch. A barrier
+    keeps what the calls share with the round before in the loop.
     """
     run = _op(spec, implementation, options)
 
     def one_round(out, pools: tuple[jax.Array, ...], inputs: Sequence[dict[str, jax.Array]]):
         for arguments in inputs:
             if out is not None and not spec.pools:
-                arguments = arguments | {spec.chained: out}
+                if spec.chained is None:
+                    arguments, out = lax.optimization_barrier((arguments, out))
+                else:
+                    arguments = arguments | {spec.chained: out}
             out, pools = run(arguments | dict(zip(spec.pools, pools, strict=True)))
         return out, pools
 

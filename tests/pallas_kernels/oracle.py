@@ -1,4 +1,4 @@
-"""The six ops once more, in float64 numpy, token by token: independent of the package's references.
+"""The ops once more, in float64 numpy, token by token: independent of the package's references.
 
 Each function takes the arguments of the public op (arrays of any dtype) and returns float64 outputs, the pools it
 updates as float64 copies, and a boolean mask of what was written in each pool, over the pool's leading axes
@@ -46,6 +46,11 @@ def conv_silu(window, weight, dtype):
 def add_rms_norm(x, delta, weight, eps):
     total = rounded(x.astype(F64) + delta.astype(F64), x.dtype)
     return total, rms_normalized(total, eps) * (1.0 + weight.astype(F64))
+
+
+def swiglu_product(x, weight):
+    gate, up = np.split(x.astype(F64) @ weight.astype(F64), 2, axis=1)
+    return (silu(gate) * up,)
 
 
 def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens):
