@@ -50,6 +50,7 @@ def supports(target, arguments) -> None:
     require(x.shape[0] >= ROWS, f"takes at least {ROWS} tokens, not {x.shape[0]}")
     unit = ROW_LANES * numbers
     require(x.shape[2] % unit == 0 and x.shape[2] <= 256, f"takes heads of up to 256 in {unit}s, not {x.shape[2]}")
+    require(x.shape[0] // ROWS < 2**16, f"takes less than {ROWS * 2**16} tokens, not {x.shape[0]}")
     for name, number in (("columns", projected.shape[1]), ("first column of the gates", arguments["first"])):
         require(number % numbers == 0, f"takes {name} in multiples of {ACCESS_BYTES} bytes, not {number} numbers")
 
@@ -67,7 +68,6 @@ def gated_rms_norm(x, projected, weight, *, first, eps, tiling: Tiling | None = 
         # The last tile may begin before the one before it ends: both blocks write the same.
         token = jnp.minimum(lax.axis_index("tile") * rows, num_tokens - rows)
         parts = [pl.ds(token + part * ROWS, ROWS) for part in range(rows // ROWS)]
-        columns = pl.ds(head * head_dim, head_dim)
 
         def load(ref):
             return plgpu.load(ref, layout=layout, optimized=False)
@@ -82,11 +82,11 @@ def gated_rms_norm(x, projected, weight, *, first, eps, tiling: Tiling | None = 
             gate = gate.astype(jnp.float32)
             root = lax.rsqrt(1.0 + jnp.exp(-gate))  # 1 / d as rsqrt(d)^2: two instructions where a division is a dozen
             normed = wide * in_every_column(factor, head_dim, layout) * scale
-            y_ref[part, columns] = (normed * (gate * (root * root))).astype(y_ref.dtype)
+            y_ref[part, head] = (normed * (gate * (root * root))).astype(y_ref.dtype)
 
     kernel = pl.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((num_tokens, num_heads * head_dim), x.dtype)],
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
         # Heads side by side run together: the last axis of the grid is the one that counts first.
         mesh=plgpu.Mesh(grid=(pl.cdiv(num_tokens, rows), num_heads), grid_names=("tile", "head")),
         compiler_params=plgpu.CompilerParams(

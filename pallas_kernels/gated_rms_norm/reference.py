@@ -12,4 +12,4 @@ def gated_rms_norm(x, projected, weight, *, first, eps) -> jax.Array:
     z = projected[:, first : first + x.shape[1] * x.shape[2]]
     x32, z32 = x.astype(jnp.float32), z.reshape(x.shape).astype(jnp.float32)
     x_hat = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x_hat * weight * (z32 * lax.logistic(z32))).astype(x.dtype).reshape(z.shape)
+    return (x_hat * weight * (z32 * lax.logistic(z32))).astype(x.dtype)
