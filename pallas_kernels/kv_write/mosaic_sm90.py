@@ -53,7 +53,7 @@ class Tiling:
     blocks: int = 264
 
     def __post_init__(self):
-        if not (0 < self.rows <= 256 and self.rows % ROWS == 0 and self.stages >= 2 and self.blocks >= 1):
+        if not (0 < self.rows <= 64 and self.rows % ROWS == 0 and self.stages >= 2 and self.blocks >= 1):
             raise ValueError(f"no tiling of this kernel: {self}")
 
 
@@ -113,6 +113,7 @@ def kv_write(
         tiling = tuned.settings(Tiling(), "kv_write", "mosaic_sm90", key)
     rows = min(tiling.rows, num_tokens // ROWS * ROWS)
     tiles = pl.cdiv(num_tokens, rows) * (num_heads + 2 * num_kv_heads)
+    span = pl.cdiv(tiles, tiling.blocks)  # and no more blocks than need it: spans then often are whole groups of heads
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     inverse_frequencies = jnp.asarray((1.0 / rope_theta**exponents).astype(np.float32))
 
@@ -122,13 +123,13 @@ def kv_write(
             _kernel,
             rows=rows,
             stages=tiling.stages,
-            blocks=min(tiling.blocks, tiles),
+            span=span,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             eps=eps,
         ),
         out_type=[jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), heads.dtype)],
-        mesh=plgpu.Mesh(grid=(min(tiling.blocks, tiles),), grid_names=("block",)),
+        mesh=plgpu.Mesh(grid=(pl.cdiv(tiles, span),), grid_names=("block",)),
         # Barriers are placed by hand, with commit_smem: what a thread reads and writes itself needs none.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -193,7 +194,7 @@ def _kernel(
     *,
     rows: int,
     stages: int,
-    blocks: int,
+    span: int,
     num_heads: int,
     num_kv_heads: int,
     eps: float,
@@ -205,8 +206,8 @@ def _kernel(
     whole_row = _adjacent(head_dim)
     a_token = num_heads + 2 * num_kv_heads  # tiles of the same tokens
     tiles = pl.cdiv(num_tokens, rows) * a_token
-    block = lax.axis_index("block")
-    begin, end = lax.div(block * tiles, blocks), lax.div((block + 1) * tiles, blocks)
+    begin = lax.axis_index("block") * span
+    end = jnp.minimum(begin + span, tiles)
 
     def first_token(group):
         """Of a group of tokens: the last one may begin before the one before it ends, and both write the same."""

@@ -22,7 +22,7 @@ TUNABLES = (
         "mosaic_sm90",
         default=lambda arguments: mosaic_sm90.Tiling(),
         key=mosaic_sm90.tuning_key,
-        steps=({"rows": (16, 32, 64), "blocks": (132, 264, 396)}, {"stages": (3, 4, 5, 6, 8, 12)}),
+        steps=({"rows": (16, 32), "blocks": (132, 264, 396)}, {"stages": (3, 4, 5, 6, 8, 12)}),
         possible=_fits,
     ),
 )

@@ -59,6 +59,14 @@ def test_a_named_one_never_falls_back(op):
         op.select("portable", {"width": 64}, target=CPU)
 
 
+def test_auto_leaves_to_others_what_one_is_not_for(op):
+    """A named call gets it all the same."""
+    op.register("for_many", lambda width: "many", priority=30, supports=only_gpu, is_for=only_wide)
+    assert op.select("auto", {"width": 128}, target=GPU).name == "for_many"
+    assert op.select("auto", {"width": 100}, target=GPU).name == "portable"
+    assert op.select("for_many", {"width": 100}, target=GPU).name == "for_many"
+
+
 def test_an_unknown_name_lists_what_exists(op):
     with pytest.raises(
         UnknownImplementation, match="'fsat'; known: 'auto', 'fast', 'portable', 'reference', 'experimental'"
@@ -91,7 +99,7 @@ def test_names_are_unique_and_auto_is_reserved(op):
         op.register("auto", lambda: None, priority=3)
     with pytest.raises(ValueError, match="already defined"):
         registry.define_op("gdn_decode")
-    with pytest.raises(KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gdn_decode"):
+    with pytest.raises(KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gated_rms_norm, gdn_decode"):
         registry.get_op("gdn")
 
 
@@ -126,6 +134,7 @@ def test_every_op_is_there_and_has_its_reference():
     assert OPS == (
         "add_rms_norm",
         "causal_conv",
+        "gated_rms_norm",
         "gdn_decode",
         "gdn_prefill",
         "kv_write",

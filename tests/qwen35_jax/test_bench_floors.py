@@ -104,9 +104,11 @@ def test_parts_of_a_prefill_move_what_their_kernels_must(size):
         ("causal_conv", "8x1024", config.num_gdn_layers),
         ("gdn_prefill", "8x1024", config.num_gdn_layers),
         ("kv_write", "8x1024", config.num_attention_layers),
+        ("gated_norm", "rows8192", config.num_gdn_layers),
         ("add_rms_norm", "rows8192", 2 * config.num_layers - 1),
     ):
-        kernel = layers * specs_of(op)[f"{size}-{spec}"].compulsory_bytes() / 4.26e12
+        specs = specs_of("gated_rms_norm" if op == "gated_norm" else op)
+        kernel = layers * specs[f"{size}-{spec}"].compulsory_bytes() / 4.26e12
         assert 0.96 < parts[op] / kernel <= 1, op
     assert parts["GEMMs"] == prefill_floor_s(config, 8192)
 
