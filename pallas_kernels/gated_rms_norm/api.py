@@ -30,8 +30,8 @@ def gated_rms_norm(
 
     Args:
         x: [T, Hv, Dv], what the delta rule gave.
-        projected: [T, X], the mixer's projection; its columns ``first`` to ``first + Hv Dv`` are the gates z of the heads;
-            dtype of x.
+        projected: [T, X], the mixer's projection; its columns ``first`` to ``first + Hv Dv`` are the gates z of the
+            heads; dtype of x.
         weight: f32[Dv], an ordinary weight near 1.
         first: column where the gates begin.
         eps: added to the mean square.

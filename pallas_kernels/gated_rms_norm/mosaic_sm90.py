@@ -1,7 +1,7 @@
 """``gated_rms_norm`` on Hopper, Pallas Mosaic GPU: a block takes some tokens of one head, all of it in registers.
 
-A head of a token lies in eight lanes, so its sum is three shuffles and every access is 16 bytes a lane. The gates are read where
-they lie, in the layer's projection.
+A head of a token lies in eight lanes, so its sum is three shuffles and every access is 16 bytes a lane. The gates are
+read where they lie, in the layer's projection.
 """
 
 from __future__ import annotations

@@ -14,9 +14,7 @@ from pallas_kernels.registry import Implementation
 OP = registry.define_op("kv_write")
 OP.register(registry.REFERENCE, reference.kv_write, priority=0)
 OP.register("triton", triton.kv_write, priority=10, supports=triton.supports)
-OP.register(
-    "mosaic_sm90", mosaic_sm90.kv_write, priority=20, supports=mosaic_sm90.supports, is_for=mosaic_sm90.is_for
-)
+OP.register("mosaic_sm90", mosaic_sm90.kv_write, priority=20, supports=mosaic_sm90.supports, is_for=mosaic_sm90.is_for)
 
 
 def kv_write(

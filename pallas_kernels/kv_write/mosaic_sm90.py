@@ -1,15 +1,16 @@
 """``kv_write`` on Hopper, Pallas Mosaic GPU: tiles of one head that stream through shared memory.
 
-The work is a list of tiles, some tokens of one head each, heads of the same tokens after one another: queries, keys, values. A block
-of one warpgroup owns a span of the list. The copy engine brings its tiles several stages ahead and takes the results back out
-of the same memory, queries to their array and keys and values to their pages: how much is under way does not depend on what
-the threads do. What tokens have in common (sines and cosines, their places) is made once a span's heads of them.
+The work is a list of tiles, some tokens of one head each, heads of the same tokens after one another: queries, keys,
+values. A block of one warpgroup owns a span of the list. The copy engine brings its tiles several stages ahead and
+takes the results back out of the same memory, queries to their array and keys and values to their pages: how much is
+under way does not depend on what the threads do. What the heads of some tokens have in common (sines and cosines, their
+places in the pool) is made once for those of a span.
 
 A row lies in eight lanes and both numbers that rotate into one another in one of them, so a row is normalised with
 three shuffles and rotated with none. Values are not looked at: they go from shared memory to the pool.
 
-Eight tokens in a row of one page are one copy. Where a page or a request ends inside of eight, or pads begin, they are stored row by
-row from registers. Pads write nothing into the pool, and zeros to their queries.
+Eight tokens in a row of one page are one copy. Where a page or a request ends inside of eight, or pads begin, they are
+stored row by row from registers. Pads write nothing into the pool, and zeros to their queries.
 """
 
 from __future__ import annotations
@@ -231,7 +232,14 @@ def _kernel(
         def tokens_of(group) -> _Tokens:
             first = first_token(group)
             return _tokens(
-                first, rows, parts.layouts[0], inverse_frequencies_ref, page_ids_ref, page_offsets_ref, positions_ref, places_ref
+                first,
+                rows,
+                parts.layouts[0],
+                inverse_frequencies_ref,
+                page_ids_ref,
+                page_offsets_ref,
+                positions_ref,
+                places_ref,
             )
 
         def normalise(stage, kind, tokens: _Tokens):

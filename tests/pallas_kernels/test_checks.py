@@ -146,8 +146,8 @@ def test_layer_is_one_integer(op):
         ),
         (
             "gated_rms_norm",
-            {"first": 517},
-            r"projected, shape \(37, 772\), has no 2 \* 128 columns from first = 517 on",
+            {"first": 773},
+            r"projected, shape \(37, 1028\), has no 2 \* 128 columns from first = 773 on",
         ),
         ("gated_rms_norm", {"first": -1}, "columns from first = -1 on"),
         (

@@ -5,8 +5,8 @@ its barrier, a stage refilled while it is still being copied out, a copy that st
 (the tests below take each of these away and demand that it is noticed). What it cannot see: the threads of one
 warpgroup are one thread to it, so a missing synchronisation between them stays unseen; blocks run one after another, so
 races between blocks do too; Triton kernels have another interpreter, which has no threads at all. compute-sanitizer
-(``python -m pallas_kernels.sanitize``) looks there. The races of the prefill attention and of
-kv_write are looked for beside their other tests.
+(``python -m pallas_kernels.sanitize``) looks there. The races of the prefill attention and of kv_write are looked for
+beside their other tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES = (
     GdnDecodeSpec(name="group", model=GROUP, num_rows=1, state_dtype="bfloat16"),
     CausalConvSpec(name="ragged", model=ONE_HEAD, lengths=(2, 0, 67), has_state=(True, False, True), num_pads=2),
     AddRmsNormSpec(name="rows", model=ONE_HEAD, num_tokens=3),
-    GatedRmsNormSpec(name="rows", model=TWO_HEADS, num_tokens=20),
+    GatedRmsNormSpec(name="rows", model=TWO_HEADS, num_tokens=32),
 )
 
 pytestmark = pytest.mark.host

@@ -99,7 +99,9 @@ def test_names_are_unique_and_auto_is_reserved(op):
         op.register("auto", lambda: None, priority=3)
     with pytest.raises(ValueError, match="already defined"):
         registry.define_op("gdn_decode")
-    with pytest.raises(KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gated_rms_norm, gdn_decode"):
+    with pytest.raises(
+        KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gated_rms_norm, gdn_decode"
+    ):
         registry.get_op("gdn")
 
 
