@@ -468,9 +468,9 @@ def test_layers_share_one_trace_of_every_kernel():
             shapes = tuple(str(aval) for aval in eqn.params["jaxpr"].in_avals)
             traces.setdefault(str(shapes), []).append(id(eqn.params["jaxpr"]))
     calls = sorted((len(ids), len(set(ids))) for ids in traces.values())
-    # Three GDN layers call causal_conv, gdn_prefill and gdn_decode; one attention layer calls its three ops; each of
-    # the four has two norms, of which the very first adds nothing.
-    assert calls == [(1, 1)] * 3 + [(3, 1)] * 3 + [(7, 1)]
+    # Three GDN layers call causal_conv, gdn_prefill, gated_rms_norm and gdn_decode; one attention layer calls its three
+    # ops; each of the four has two norms, of which the very first adds nothing.
+    assert calls == [(1, 1)] * 3 + [(3, 1)] * 4 + [(7, 1)]
 
 
 @pytest.mark.parametrize("op", [op.name for op in all_ops()])
