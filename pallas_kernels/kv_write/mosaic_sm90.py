@@ -265,18 +265,20 @@ def _kernel(
 
         def to_pool(stage, kind, head, tokens: _Tokens):
             """A tile of keys (kind 0) or values (1): runs of tokens as copies, others row by row."""
-            for run in range(rows // RUN):
-                in_a_run = lax.bitwise_and(tokens.runs, 1 << run) != 0
-                page, offset = places_ref[0, run * RUN], places_ref[1, run * RUN]
+
+            @pl.loop(0, rows // RUN)
+            def _(run):
+                start = run * RUN
+                in_a_run = lax.bitwise_and(lax.shift_right_logical(tokens.runs, run), 1) != 0
 
                 @pl.when(in_a_run)
-                def _(run=run, page=page, offset=offset):
-                    target = pool_ref.at[layer, page, kind, head, pl.ds(offset, RUN)]
-                    plgpu.copy_smem_to_gmem(tiles_ref.at[stage, pl.ds(run * RUN, RUN)], target, commit_group=False)
+                def _():
+                    target = pool_ref.at[layer, places_ref[0, start], kind, head, pl.ds(places_ref[1, start], RUN)]
+                    plgpu.copy_smem_to_gmem(tiles_ref.at[stage, pl.ds(start, RUN)], target, commit_group=False)
 
                 @pl.when(jnp.logical_not(in_a_run))
-                def _(run=run):
-                    numbers = range(run * RUN, run * RUN + RUN)
+                def _():
+                    numbers = [start + number for number in range(RUN)]
                     loaded = [
                         plgpu.load(tiles_ref.at[stage, number], layout=whole_row, optimized=False) for number in numbers
                     ]
@@ -378,17 +380,20 @@ def _tokens(
         some = pl.ds(number * ROWS, ROWS)
         places_ref[0, some], places_ref[1, some] = pages, offsets
     plgpu.commit_smem()
-    runs, padded = jnp.int32(0), jnp.bool_(False)
-    for run in range(rows // RUN):
-        page, offset = places_ref[0, run * RUN], places_ref[1, run * RUN]
-        in_a_run = page != 0
-        padded |= page == 0
+
+    def look_at(run, found):
+        runs, padded = found
+        start = run * RUN
+        page, offset = places_ref[0, start], places_ref[1, start]
+        in_a_run, has_pads = page != 0, page == 0
         for number in range(1, RUN):
-            this = places_ref[0, run * RUN + number]
-            padded |= this == 0
-            in_a_run &= (this == page) & (places_ref[1, run * RUN + number] == offset + number)
-        runs |= jnp.where(in_a_run, jnp.int32(1 << run), 0)
-    return _Tokens(first, turns, real, runs, padded)
+            this = places_ref[0, start + number]
+            has_pads |= this == 0
+            in_a_run &= (this == page) & (places_ref[1, start + number] == offset + number)
+        return runs | lax.shift_left(in_a_run.astype(jnp.int32), run), padded | has_pads.astype(jnp.int32)
+
+    runs, padded = lax.fori_loop(0, rows // RUN, look_at, (jnp.int32(0), jnp.int32(0)))
+    return _Tokens(first, turns, real, runs, padded != 0)
 
 
 def _normed_and_rotated(tile_ref, parts: _Parts, scales, cos, sin, eps: float) -> list[jax.Array]:
