@@ -7,6 +7,7 @@ Eight ops; each is a folder of the same name with ``api.py`` (the public functio
 
 from pallas_kernels.add_rms_norm.api import add_rms_norm
 from pallas_kernels.causal_conv.api import causal_conv
+from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.gdn_decode.api import gdn_decode
 from pallas_kernels.gdn_prefill.api import gdn_prefill
 from pallas_kernels.kv_write.api import kv_write
@@ -21,6 +22,7 @@ __all__ = [
     "add_rms_norm",
     "causal_conv",
     "describe",
+    "gated_rms_norm",
     "gdn_decode",
     "gdn_prefill",
     "kv_write",

@@ -3,8 +3,8 @@
 Every op of this package has one table: name -> implementation. A caller asks for ``"auto"`` or for a name.
 
 * A *named* implementation either runs or raises :class:`UnsupportedArguments`; it never falls back to another one.
-* ``"auto"`` takes the accepting implementation with the highest priority, logs which (once per distinct choice), and
-  :func:`describe` lists the choices made so far.
+* ``"auto"`` takes the accepting implementation with the highest priority that is meant for such arguments, logs which
+  (once per distinct choice), and :func:`describe` lists the choices made so far.
 * A name that does not exist raises :class:`UnknownImplementation`, which lists the names that do.
 
 The choice is made while tracing, from shapes, dtypes and the target device alone, so it costs nothing at run time.

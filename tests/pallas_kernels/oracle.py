@@ -53,6 +53,11 @@ def swiglu_product(x, weight):
     return (silu(gate) * up,)
 
 
+def gated_rms_norm(x, projected, weight, first, eps):
+    z = projected[:, first : first + x.shape[1] * x.shape[2]].astype(F64).reshape(x.shape)
+    return rms_normalized(x.astype(F64), eps) * weight.astype(F64) * silu(z)
+
+
 def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens):
     dtype = x.dtype
     x, weight, pool = x[:, : weight.shape[1]].astype(F64), weight.astype(F64), conv_pool.astype(F64)

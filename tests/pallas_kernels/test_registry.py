@@ -105,7 +105,9 @@ def test_names_are_unique_and_auto_is_reserved(op):
         op.register("auto", lambda: None, priority=3)
     with pytest.raises(ValueError, match="already defined"):
         registry.define_op("gdn_decode")
-    with pytest.raises(KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gdn_decode"):
+    with pytest.raises(
+        KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gated_rms_norm, gdn_decode"
+    ):
         registry.get_op("gdn")
 
 
@@ -140,6 +142,7 @@ def test_every_op_is_there_and_has_its_reference():
     assert OPS == (
         "add_rms_norm",
         "causal_conv",
+        "gated_rms_norm",
         "gdn_decode",
         "gdn_prefill",
         "kv_write",
