@@ -119,6 +119,7 @@ def kv_write(
     inverse_frequencies = jnp.asarray((1.0 / rope_theta**exponents).astype(np.float32))
 
     pool_ref = jax.new_ref(kv_pool)
+    queries = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), heads.dtype)
     kernel = pl.kernel(
         functools.partial(
             _kernel,
@@ -129,7 +130,7 @@ def kv_write(
             num_kv_heads=num_kv_heads,
             eps=eps,
         ),
-        out_type=[jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), heads.dtype)],
+        out_type=[queries] if num_heads else [],
         mesh=plgpu.Mesh(grid=(pl.cdiv(tiles, span),), grid_names=("block",)),
         # Barriers are placed by hand, with commit_smem: what a thread reads and writes itself needs none.
         compiler_params=plgpu.CompilerParams(
@@ -139,8 +140,8 @@ def kv_write(
         name="kv_write",
     )
     norms = (norm.reshape(-1, head_dim) for norm in (q_norm, k_norm))
-    [q_out] = kernel(heads, *norms, inverse_frequencies, layer[None], page_ids, page_offsets, positions, pool_ref)
-    return q_out, jax.freeze(pool_ref)
+    q_out = kernel(heads, *norms, inverse_frequencies, layer[None], page_ids, page_offsets, positions, pool_ref)
+    return q_out[0] if num_heads else jnp.zeros(queries.shape, queries.dtype), jax.freeze(pool_ref)
 
 
 def _vector(dtype) -> int:
@@ -191,7 +192,7 @@ def _kernel(
     page_offsets_ref,
     positions_ref,
     pool_ref,  # [L, P, 2, K, Z, H]
-    q_out_ref,  # [T, N, H]
+    q_out_ref=None,  # [T, N, H] if there are queries
     *,
     rows: int,
     stages: int,
@@ -300,15 +301,19 @@ def _kernel(
             def _():
                 normalise(stage, (head >= num_heads).astype(jnp.int32), tokens)
 
-            @pl.when(is_query & tokens.padded)
-            def _():
-                clear_pads(stage, tokens)
+            if num_heads:
+
+                @pl.when(is_query & tokens.padded)
+                def _():
+                    clear_pads(stage, tokens)
 
             plgpu.commit_smem()
 
-            @pl.when(is_query)
-            def _():
-                plgpu.copy_smem_to_gmem(tiles_ref.at[stage], q_out_ref.at[pl.ds(tokens.first, rows), head])
+            if num_heads:
+
+                @pl.when(is_query)
+                def _():
+                    plgpu.copy_smem_to_gmem(tiles_ref.at[stage], q_out_ref.at[pl.ds(tokens.first, rows), head])
 
             @pl.when(jnp.logical_not(is_query))
             def _():

@@ -504,9 +504,9 @@ def test_layers_share_one_trace_of_every_kernel():
             traces.setdefault(str(shapes), []).append(id(eqn.params["jaxpr"]))
     calls = sorted((len(ids), len(set(ids))) for ids in traces.values())
     # Three GDN layers call causal_conv, gdn_prefill, gated_rms_norm and gdn_decode. The attention layer is the last: it
-    # writes keys of all tokens, then keys and queries of the last ones, and these attend. Each of the four has two norms,
-    # of which the very first adds nothing, and an MLP's first product; the last norm and product are of the last tokens
-    # alone.
+    # writes keys of all tokens, then keys and queries of the last ones, and these attend. Each of the four has two
+    # norms, of which the very first adds nothing, and an MLP's first product; the last norm and product are of the last
+    # tokens alone.
     assert calls == [(1, 1)] * 5 + [(3, 1)] * 5 + [(6, 1)]
 
 
