@@ -514,7 +514,7 @@ def test_layers_share_one_trace_of_every_kernel():
 def test_each_op_can_be_chosen_alone(op):
     """A choice for one op reaches that op: a name that it does not have is refused where it is called."""
     prefill, decode = abstract_inputs()
-    config = model_config("0.8b-tied")
+    config = model_config("4b-untied")  # layers of both kinds before the last one
     step, params = forward_with(config, kernels=f"{op}=nonsense")
     with pytest.raises(UnknownImplementation, match=f"{op}: unknown implementation 'nonsense'"):
         jax.eval_shape(step, params, prefill, decode, cache_specs(config))
