@@ -1,7 +1,8 @@
 """What of a chunk does not depend on the state, for all chunks at once: the first kernel of the Mosaic prefill.
 
-In the terms of :mod:`triton`: T, P and the factors of the rows. A block, one warpgroup, has a window of 64 tokens and a
-value head. Everything is done by blocks of 16 tokens, because the rows of a warp in a matrix of ``wgmma`` are just such
+In the terms of :mod:`triton`: T, P and the factors of the rows. A warpgroup has a window of 64 tokens and a value head
+at a time; its neighbours in the block are there to fill its waits, and nothing but the end is common to them.
+Everything is done by blocks of 16 tokens, because the rows of a warp in a matrix of ``wgmma`` are just such
 a block: a warp's own columns, the triangle, are 16 of 64; those before them are full, those behind them empty.
 
 The decay between two tokens of different blocks is a product of what lies in the row's block and of what lies before
@@ -36,6 +37,8 @@ from pallas_kernels.packing import TILE
 PARTS = 2  # bfloat16 numbers that carry a float32 operand
 BLOCK = 16  # tokens of a diagonal block: the rows of a warp
 BLOCKS = TILE // BLOCK
+WARPGROUPS = 3  # of a block; a thread can then have no more than 168 registers
+MOST_BLOCKS = 132  # one for each multiprocessor of an H200
 
 _BETA, _COARSE, _FINE = range(3)  # what is known of a token and value head: see gates
 
@@ -81,7 +84,12 @@ def solve(tiles, qkv, gates, *, num_k_heads: int, interpret=False):
     kernel = pl.kernel(
         functools.partial(_kernel, num_k_heads=num_k_heads, num_heads=num_heads, emulate=bool(interpret)),
         out_type=[matrices, matrices, jax.ShapeDtypeStruct((num_tiles, num_heads, 4, TILE), jnp.float32)],
-        mesh=plgpu.Mesh(grid=(num_tiles * num_heads,), grid_names=("block",)),
+        mesh=plgpu.Mesh(
+            grid=(min(MOST_BLOCKS, -(-num_tiles * num_heads // WARPGROUPS)),),
+            grid_names=("block",),
+            num_threads=WARPGROUPS,
+            thread_name="warpgroup",
+        ),
         # Barriers are placed by hand, with commit_smem.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
@@ -93,63 +101,96 @@ def solve(tiles, qkv, gates, *, num_k_heads: int, interpret=False):
 
 
 class _Memory(NamedTuple):
-    """Shared memory and barrier of a block."""
+    """Shared memory and barrier of a warpgroup."""
 
-    reads: Any  # [128, 128]: keys, below them queries
-    scores: Any  # [2, 64, 64], where keys and queries were
-    inverse: Any  # [2, 64, 64], there too
     gates: Any  # [3, 64]
-    coupling: Any  # [64, 16], of the diagonal blocks
-    diagonal: Any  # [64, 16], their inverses
-    narrow: Any  # [2, 2, 64, 16], operands of the first join
-    broad: Any  # [2, 2, 64, 32], and of the second
     columns: Any  # [3, 64], what the columns need of each token, see _COARSE_SUM
     factors: Any  # [4, 64]
+    reads: Any  # [128, 128]: keys, below them queries
+    parts: Any  # [2, 64, 64]: of P, then of T
+    coupling: Any  # [64, 16], of the diagonal blocks
+    diagonal: Any  # [64, 16], their inverses
+    narrow: Any  # [2, 2, 64, 16], right operands of the first join
+    broad: Any  # [2, 64, 32], of the second, one after the other
     full: Any
 
 
 _COARSE_SUM, _FINE_SUM, _NORM = range(3)  # inclusive sums of the decays in the token's block, norm of the key
+_LATER_BETA = _COARSE_SUM  # whose place beta takes once the sums are used: the gates may be the next item's by then
 
 
 def _kernel(tiles_ref, qkv_ref, gates_ref, solved_ref, scores_ref, factors_ref, *, num_k_heads, num_heads, emulate):
-    block = lax.axis_index("block")
-    tile, head = lax.div(block, num_heads), lax.rem(block, num_heads)
-    key_head = lax.div(head, num_heads // num_k_heads)
-    start, first, end = (tiles_ref[field, tile] for field in range(3))
+    """Pairs of window and value head are dealt to the warpgroups of all blocks, one after the other."""
+    num_items = tiles_ref.shape[1] * num_heads
+    stride = WARPGROUPS * min(MOST_BLOCKS, -(-num_items // WARPGROUPS))
+    rounds = -(-num_items // stride)
 
-    def live(shared, *memory):
-        reads, (scores, inverse) = shared
-        memory = _Memory(reads, scores, inverse, *memory)
-        window = pl.ds(start, TILE)
-        for row, number in ((0, num_k_heads), (TILE, 0)):
-            source = qkv_ref.at[window, pl.ds((number + key_head) * DIM, DIM)]
-            plgpu.copy_gmem_to_smem(source, memory.reads.at[pl.ds(row, TILE)], memory.full)
-        plgpu.copy_gmem_to_smem(gates_ref.at[head, :, window], memory.gates, memory.full)
-        plgpu.barrier_wait(memory.full)
-        pl.when((first > 0) | (end < TILE))(functools.partial(_clean, memory, first, end))
-        _one_head(memory, (scores_ref.at[tile, head], solved_ref.at[tile, head], factors_ref.at[tile, head]), emulate)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def body(*refs):
+        own = lax.axis_index("warpgroup")
 
-    @pl.when(end > 0)
-    def _():
-        pl.run_scoped(
-            live,
-            plgpu.RefUnion(_operands(2 * TILE, DIM), [_operands(PARTS, TILE, TILE)] * 2),
-            plgpu.SMEM((3, TILE), jnp.float32),
-            *[plgpu.SMEM((TILE, BLOCK), jnp.float32)] * 2,
-            _operands(2, PARTS, TILE, BLOCK),
-            _operands(2, PARTS, TILE, 2 * BLOCK),
-            plgpu.SMEM((3, TILE), jnp.float32),
-            plgpu.SMEM((4, TILE), jnp.float32),
-            plgpu.Barrier(num_arrivals=3),
-        )
+        def memory_now():
+            """Found anew in every turn: else hundreds of addresses are made before the loop and kept in memory."""
+            opaque = lax.optimization_barrier(own)
+            vectors, *memory = (ref.at[opaque] for ref in refs)
+            return _Memory(*(vectors.at[pl.ds(row, rows)] for row, rows in ((0, 3), (3, 3), (6, 4))), *memory)
 
+        number = lax.axis_index("block") * WARPGROUPS + own
 
-def _operands(*shape: int):
-    """Shared memory of bfloat16 operands, as the tensor cores read them."""
-    columns = min(shape[-1], TILE)  # that lie together
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+        def window(item):
+            """Where an item's window begins, its first row that counts and the row behind the last; 0 if it is dead."""
+            tile = lax.div(jnp.minimum(item, num_items - 1), num_heads)
+            start, first, end = (tiles_ref[field, tile] for field in range(3))
+            return start, first, jnp.where(item < num_items, end, 0)
+
+        def fetch(memory, item):
+            start, _, end = window(item)
+
+            @pl.when(end > 0)
+            def _():
+                head = lax.rem(item, num_heads)
+                key_head, tokens = lax.div(head, num_heads // num_k_heads), pl.ds(start, TILE)
+                for row, first in ((0, num_k_heads), (TILE, 0)):
+                    source = qkv_ref.at[tokens, pl.ds((first + key_head) * DIM, DIM)]
+                    plgpu.copy_gmem_to_smem(source, memory.reads.at[pl.ds(row, TILE)], memory.full)
+                plgpu.copy_gmem_to_smem(gates_ref.at[head, :, tokens], memory.gates, memory.full)
+
+        fetch(memory_now(), number)
+
+        @pl.loop(0, rounds)
+        def _(turn):
+            item, memory = turn * stride + number, memory_now()
+            _, first, end = window(item)
+
+            @pl.when(end > 0)
+            def _():
+                place = lax.div(item, num_heads), lax.rem(item, num_heads)
+                plgpu.barrier_wait(memory.full)
+                pl.when((first > 0) | (end < TILE))(functools.partial(_clean, memory, first, end))
+                outputs = [ref.at[place] for ref in (scores_ref, solved_ref, factors_ref)]
+                _one_head(memory, outputs, functools.partial(fetch, memory, item + stride), emulate)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
+
+    def matrices(*shape):
+        columns = min(shape[-1], TILE)
+        transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+        return plgpu.SMEM((WARPGROUPS, *shape), jnp.bfloat16, transforms=transforms)
+
+    def vectors(*shape):
+        return plgpu.SMEM((WARPGROUPS, *shape), jnp.float32)
+
+    pl.run_scoped(
+        body,
+        vectors(3 + 3 + 4, TILE),
+        matrices(2 * TILE, DIM),
+        matrices(PARTS, TILE, TILE),
+        vectors(TILE, BLOCK),
+        vectors(TILE, BLOCK),
+        matrices(2, PARTS, TILE, BLOCK),
+        matrices(PARTS, TILE, 2 * BLOCK),
+        plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS),
+        collective_axes="warpgroup",
+    )
 
 
 def _clean(memory: _Memory, first, end) -> None:
@@ -181,8 +222,8 @@ def _masked(mask, matrix):
     return jnp.where(mask, matrix, jnp.zeros_like(matrix))
 
 
-def _one_head(memory: _Memory, outputs, emulate: bool) -> None:
-    """P, T and the factors of one value head, on their way out."""
+def _one_head(memory: _Memory, outputs, fetch_next, emulate: bool) -> None:
+    """P, T and the factors of one value head, on their way out, and the next one's inputs on their way in."""
     row, column = (plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), axis, layout=_MATRIX) for axis in range(2))
     own, row = lax.shift_right_logical(row, 4), row & (BLOCK - 1)  # the row's block, and its place there
     token = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_ROWS)
@@ -218,7 +259,9 @@ def _one_head(memory: _Memory, outputs, emulate: bool) -> None:
     beta = plgpu.load(memory.gates.at[_BETA], layout=_ROWS)
     for number, vector in enumerate((*since, norm_key)):
         memory.columns[number] = vector
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was found before has left
     plgpu.commit_smem()
+    fetch_next()
 
     def of_block(block, starts):
         """What belongs to the block of each row."""
@@ -253,7 +296,7 @@ def _one_head(memory: _Memory, outputs, emulate: bool) -> None:
     scores.append(jnp.zeros_like(triangle))
     scores = [jnp.where(own == number, triangle, piece) for number, piece in enumerate(scores)]
     for number, part in enumerate(split(lax.concatenate(scores, 1))):
-        memory.scores[number] = part
+        memory.parts[number] = part
 
     start = [of_block(lax.shift_right_logical(token, 4), starts) + since[kind] for kind, starts in enumerate(before)]
     rest = [starts[-1] - start[kind] for kind, starts in enumerate(before)]
@@ -267,16 +310,18 @@ def _one_head(memory: _Memory, outputs, emulate: bool) -> None:
     row_less = -row_key * in_block  # an inverse takes the coupling of blocks off
     less = [of_keys[number] * outer[number] * _rows(row_less) for number in range(BLOCKS - 1)]
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(memory.scores, scores_ref)
+    memory.columns[_LATER_BETA] = beta
+    plgpu.copy_smem_to_gmem(memory.parts, scores_ref)
     plgpu.copy_smem_to_gmem(memory.factors, factors_ref)
 
     inverse = _invert(memory, less, own, emulate)
-    betas = _pieces(memory.gates.at[_BETA])
+    betas = _pieces(memory.columns.at[_LATER_BETA])
     inverse = lax.concatenate([piece * beta for piece, beta in zip(inverse, betas, strict=True)], 1)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # P has left
     for number, part in enumerate(split(inverse)):
-        memory.inverse[number] = part
+        memory.parts[number] = part
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(memory.inverse, solved_ref)
+    plgpu.copy_smem_to_gmem(memory.parts, solved_ref)
 
 
 def _invert(memory: _Memory, less, own, emulate: bool) -> list[jax.Array]:
@@ -326,12 +371,12 @@ def _invert(memory: _Memory, less, own, emulate: bool) -> list[jax.Array]:
     empty = jnp.zeros_like(small)
     odd = (own & 1) == 1
     pair = [jnp.where(odd, joined, small), jnp.where(odd, small, empty)]
-    first, second = (memory.broad.at[number] for number in range(2))
-    halves = share(lax.concatenate(pair, 1), first)
+    halves = share(lax.concatenate(pair, 1), memory.broad)
     coupled = [lax.concatenate([coupled[block][part] for block in range(2)], 1) for part in range(PARTS)]
-    [crossing] = product((coupled, rows(first, 0, 2)))
-    share(crossing, second)
-    [joined] = product((halves, rows(second, 2, 2)))
+    [crossing] = product((coupled, rows(memory.broad, 0, 2)))
+    plgpu.commit_smem()  # everyone is done with the operand that was there
+    share(crossing, memory.broad)
+    [joined] = product((halves, rows(memory.broad, 2, 2)))
     joined = [joined[:, start : start + BLOCK] for start in (0, BLOCK)]
     behind = [jnp.where(own < 2, above, below) for above, below in zip(pair, joined, strict=True)]
     return behind + [_masked(own >= 2, piece) for piece in pair]
