@@ -29,7 +29,7 @@ class Tiling:
         rows: tokens of a block, a multiple of 16.
     """
 
-    rows: int = 32
+    rows: int = 16
 
     def __post_init__(self):
         if self.rows < ROWS or self.rows % ROWS:

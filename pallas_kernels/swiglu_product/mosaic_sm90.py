@@ -58,9 +58,9 @@ class Tiling:
     stages: int = 4
     products: int = 1
     start: int = 1
-    pairs: int = 1
-    cluster: int = 1
-    group: int = 16
+    pairs: int = 2
+    cluster: int = 2
+    group: int = 8
     blocks: int = 132
 
     def __post_init__(self):
