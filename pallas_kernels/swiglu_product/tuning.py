@@ -11,7 +11,7 @@ from pallas_kernels.tuned import Tunable
 def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
     """Whether stages and results fit into shared memory, and what a thread holds into registers."""
     itemsize = jnp.dtype(arguments["x"].dtype).itemsize
-    spills = tiling.start > 1 and (tiling.products == 2 or tiling.wide == 2)
+    spills = tiling.start > 1 and tiling.products == 2
     return tiling.shared_bytes(itemsize) <= mosaic_sm90.SHARED_BYTES and not spills
 
 
@@ -24,8 +24,7 @@ TUNABLES = (
         steps=(
             {"products": (1, 2), "start": (1, 2, 3), "cluster": (1, 2), "pairs": (1, 2)},
             {"group": (4, 8, 16, 32)},
-            {"wide": (1, 2), "stages": (3, 4)},
-            {"blocks": (132,)},
+            {"stages": (3, 4)},
         ),
         possible=_fits,
     ),
