@@ -48,6 +48,18 @@ def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
+def gated_rms_normalize(x: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """``x_hat * weight * silu(z)`` over the last axis, float32: the norm comes first, then the gate.
+
+    Args:
+        x: [..., Dv].
+        z: [..., Dv].
+        weight: f32[Dv], an ordinary weight near 1 (no ``1 +``).
+        eps: added to the mean square.
+    """
+    return rms_normalize(x, eps) * weight * silu(z.astype(jnp.float32))
+
+
 def delta_gates(b: jax.Array, a: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gates of the delta rule.
 

@@ -3,8 +3,8 @@
 Every op of this package has one table: name -> implementation. A caller asks for ``"auto"`` or for a name.
 
 * A *named* implementation either runs or raises :class:`UnsupportedArguments`; it never falls back to another one.
-* ``"auto"`` takes the accepting implementation with the highest priority, logs which (once per distinct choice), and
-  :func:`describe` lists the choices made so far.
+* ``"auto"`` takes the accepting implementation with the highest priority that is meant for such arguments, logs which
+  (once per distinct choice), and :func:`describe` lists the choices made so far.
 * A name that does not exist raises :class:`UnknownImplementation`, which lists the names that do.
 
 The choice is made while tracing, from shapes, dtypes and the target device alone, so it costs nothing at run time.
@@ -94,6 +94,8 @@ class Implementation:
         function: takes the op's arguments (keyword options included) and returns its results.
         supports: called with the target and the arguments by name; raises :class:`UnsupportedArguments` to decline.
             Arguments may be tracers: look at shape and dtype only.
+        auto_supports: called in the same way, by "auto" alone: so it leaves arguments to another one that is faster
+            there, and who names this one gets it.
         priority: "auto" prefers higher numbers. The reference has 0; below 0 means "never chosen by auto".
     """
 
@@ -102,6 +104,7 @@ class Implementation:
     function: Callable[..., Any]
     supports: Supports
     priority: int
+    auto_supports: Supports = _supports_anything
 
 
 class Op:
@@ -113,9 +116,15 @@ class Op:
         self._choices: dict[tuple[str, str, Target], None] = {}  # an ordered set: (asked for, chosen, target)
 
     def register(
-        self, name: str, function: Callable[..., Any], *, priority: int, supports: Supports = _supports_anything
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        priority: int,
+        supports: Supports = _supports_anything,
+        auto_supports: Supports = _supports_anything,
     ) -> Implementation:
-        """Add an implementation.
+        """Add an implementation, see :class:`Implementation`.
 
         Raises:
             ValueError: the name is reserved or taken.
@@ -124,7 +133,7 @@ class Op:
             raise ValueError(f"{self.name}: {AUTO!r} is reserved, an implementation cannot have that name")
         if name in self._implementations:
             raise ValueError(f"{self.name}: an implementation named {name!r} is already registered")
-        implementation = Implementation(self.name, name, function, supports, priority)
+        implementation = Implementation(self.name, name, function, supports, priority, auto_supports)
         self._implementations[name] = implementation
         return implementation
 
@@ -163,6 +172,7 @@ class Op:
                     continue
                 try:
                     candidate.supports(target, arguments)
+                    candidate.auto_supports(target, arguments)
                 except UnsupportedArguments as refusal:
                     refusals[candidate.name] = str(refusal)
                     continue

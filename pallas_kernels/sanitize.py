@@ -78,17 +78,15 @@ def find_tool(name: str = "compute-sanitizer") -> str | None:
 
 
 def kernel_of(op: str, arguments: dict[str, Any]) -> str:
-    """The implementation to run: that of "auto", or instead of the reference the best other one that takes this."""
-    chosen = registry.get_op(op).select(registry.AUTO, arguments).name
-    if chosen == registry.REFERENCE:
-        for name, implementation in registry.get_op(op).implementations.items():
-            try:
-                implementation.supports(registry.current_target(), arguments)
-            except registry.UnsupportedArguments:
-                continue
-            if name != registry.REFERENCE:
-                return name
-    return chosen
+    """The implementation to run: the best that takes this, also what "auto" leaves to others; the reference last."""
+    for name, implementation in registry.get_op(op).implementations.items():
+        try:
+            implementation.supports(registry.current_target(), arguments)
+        except registry.UnsupportedArguments:
+            continue
+        if name != registry.REFERENCE:
+            return name
+    return registry.REFERENCE
 
 
 def run_op(op: str, implementation: str | None = None, *, look: bool = True) -> None:

@@ -18,7 +18,7 @@ PAGE_SIZE = 64
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that its mixers see.
+    """The sizes of a model that its kernels see.
 
     Attributes:
         name: short name, the start of spec names.
@@ -28,6 +28,7 @@ class ModelShape:
         num_v_heads: GDN value heads Hv.
         head_dim: attention head dim H.
         hidden_size: width D of the residual stream.
+        intermediate_size: width F of the MLP.
         rotary_dim: rotated dims.
         head_k_dim: Dk.
         head_v_dim: Dv.
@@ -40,6 +41,7 @@ class ModelShape:
     num_v_heads: int
     head_dim: int = 256
     hidden_size: int = 256
+    intermediate_size: int = 256
     rotary_dim: int = 64
     head_k_dim: int = 128
     head_v_dim: int = 128
@@ -63,11 +65,11 @@ class ModelShape:
 REAL_MODELS: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        ModelShape("0.8b", num_heads=8, num_kv_heads=2, num_k_heads=16, num_v_heads=16, hidden_size=1024),
-        ModelShape("2b", num_heads=8, num_kv_heads=2, num_k_heads=16, num_v_heads=16, hidden_size=2048),
-        ModelShape("4b", num_heads=16, num_kv_heads=4, num_k_heads=16, num_v_heads=32, hidden_size=2560),
-        ModelShape("9b", num_heads=16, num_kv_heads=4, num_k_heads=16, num_v_heads=32, hidden_size=4096),
-        ModelShape("27b", num_heads=24, num_kv_heads=4, num_k_heads=16, num_v_heads=48, hidden_size=5120),
+        ModelShape("0.8b", 8, 2, num_k_heads=16, num_v_heads=16, hidden_size=1024, intermediate_size=3584),
+        ModelShape("2b", 8, 2, num_k_heads=16, num_v_heads=16, hidden_size=2048, intermediate_size=6144),
+        ModelShape("4b", 16, 4, num_k_heads=16, num_v_heads=32, hidden_size=2560, intermediate_size=9216),
+        ModelShape("9b", 16, 4, num_k_heads=16, num_v_heads=32, hidden_size=4096, intermediate_size=12288),
+        ModelShape("27b", 24, 4, num_k_heads=16, num_v_heads=48, hidden_size=5120, intermediate_size=17408),
     )
 }
 
@@ -108,7 +110,8 @@ class Spec(abc.ABC):
     Attributes:
         op: name of the op.
         pools: arguments that the op updates in place; they are its last results, in this order.
-        chained: of an op without such pools, the argument that a result of the call before it can stand for.
+        chained: of an op without such pools, the argument that a result of the call before it can stand for; None
+            where no argument has the shape of the result.
         bound: "bytes" or "flops": which ceiling the op is measured against.
         name: name of the spec, unique in its op.
         model: model shape.
@@ -119,7 +122,7 @@ class Spec(abc.ABC):
     op: ClassVar[str]
     pools: ClassVar[tuple[str, ...]]
     bound: ClassVar[str]
-    chained: ClassVar[str] = "q"
+    chained: ClassVar[str | None] = "q"
 
     name: str
     model: ModelShape

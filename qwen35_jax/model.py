@@ -4,11 +4,11 @@
 the mixers tell them apart.
 
 Dtypes and rounding points. Matrices and the residual stream are in the activation dtype; norm weights, ``A_log`` and
-``dt_bias`` are fp32. A product takes operands in the activation dtype, accumulates in fp32 and rounds once; fp32
-models use ``Precision.HIGHEST``. Norms, gates, RoPE angles, the softmax and the recurrence are fp32 inside. The public
-reference implementation also rounds ``beta``, the cos/sin tables, ``x_hat`` of the gated norm and ``silu(gate)`` of
-the MLP to the activation dtype; here these stay in fp32, which only brings bf16 closer to the fp32 result. Logits come
-out of the accumulator as fp32.
+``dt_bias`` are fp32. A product takes operands in the activation dtype, accumulates in fp32 and rounds once (the MLP's
+first may go into its activation unrounded, see ``swiglu_product``); fp32 models use ``Precision.HIGHEST``. Norms,
+gates, RoPE angles, the softmax and the recurrence are fp32 inside. The public reference implementation also rounds
+``beta``, the cos/sin tables, ``x_hat`` of the gated norm and ``silu(gate)`` of the MLP to the activation dtype; here
+these stay in fp32, which only brings bf16 closer to the fp32 result. Logits come out of the accumulator as fp32.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DecoderLayer(nnx.Module):
         self.input_norm = vector(config.hidden_size)
         self.mixer = mixers[kind](config, pool_layer, rngs=rngs, kernels=kernels, dtype=dtype)
         self.post_norm = vector(config.hidden_size)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+        self.mlp = MLP(config, rngs=rngs, kernels=kernels, dtype=dtype)
 
     def __call__(
         self, x: Activations, delta: Activations | None, batch: Batch, cache: Cache, *, last_rows: bool = False

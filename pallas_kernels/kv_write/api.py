@@ -8,12 +8,19 @@ import jax
 import numpy as np
 
 from pallas_kernels import checks, registry
-from pallas_kernels.kv_write import reference, triton
+from pallas_kernels.kv_write import mosaic_sm90, reference, triton
 from pallas_kernels.registry import Implementation
 
 OP = registry.define_op("kv_write")
 OP.register(registry.REFERENCE, reference.kv_write, priority=0)
 OP.register("triton", triton.kv_write, priority=10, supports=triton.supports)
+OP.register(
+    "mosaic_sm90",
+    mosaic_sm90.kv_write,
+    priority=20,
+    supports=mosaic_sm90.supports,
+    auto_supports=mosaic_sm90.auto_supports,
+)
 
 
 def kv_write(

@@ -2,7 +2,7 @@
 
 Rounding points against the public reference implementation: ``beta`` and the decay stay in fp32 inside the kernels
 (the reference rounds ``beta`` to the activation dtype); the core output ``o`` is rounded to the activation dtype on
-both paths, as in the reference; ``x_hat`` of the output norm stays in fp32 (see ``norm.py``).
+both paths, as in the reference; ``x_hat`` of the output norm stays in fp32.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import causal_conv, gdn_decode, gdn_prefill
+from pallas_kernels import causal_conv, gated_rms_norm, gdn_decode, gdn_prefill
 from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
-from qwen35_jax.layers.norm import gated_rms_norm
 from qwen35_jax.layers.parameters import HeadParam, SmallParam, matrix, vector
 from qwen35_jax.shapes import Activations, ConvPool, RecurrentState
 
@@ -71,7 +70,7 @@ class GatedDeltaNet(nnx.Module):
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
         layer = self.pool_layer
         heads = {"num_k_heads": gdn.num_k_heads, "head_k_dim": gdn.head_k_dim}
-        ops = ("causal_conv", "gdn_prefill", "gdn_decode")
+        ops = ("causal_conv", "gdn_prefill", "gated_rms_norm", "gdn_decode")
         chosen = {op: {"implementation": implementation_of(self.kernels, op)} for op in ops}
 
         projected = linear(x, self.in_proj[...], "in_proj")  # [M, Cc + Hv*Dv + 2*Hv]
@@ -80,7 +79,7 @@ class GatedDeltaNet(nnx.Module):
         mixed = []
         if batch.prefill is not None:
             bounds = np.cumsum([gdn.conv_dim, gdn.value_dim, gdn.num_v_heads])
-            _, z, b, a = jnp.split(prefill_part, bounds, axis=-1)  # [T, Cc], [T, Hv*Dv], [T, Hv], [T, Hv]
+            _, _, b, a = jnp.split(prefill_part, bounds, axis=-1)  # [T, Cc], [T, Hv*Dv], [T, Hv], [T, Hv]
             sequences = (batch.prefill.slot_ids, batch.prefill.has_state, batch.prefill.cu_seqlens)
             qkv, conv_pool = causal_conv(
                 prefill_part, self.conv_weight[...], conv_pool, layer, *sequences, **chosen["causal_conv"]
@@ -89,8 +88,15 @@ class GatedDeltaNet(nnx.Module):
             o, state_pool = gdn_prefill(
                 qkv, *gates, state_pool, layer, *sequences, **heads, **chosen["gdn_prefill"]
             )  # [T, Hv, Dv]
-            y = gated_rms_norm(o, z.reshape(o.shape), self.norm[...], self.eps)
-            mixed.append(y.reshape(z.shape))
+            y = gated_rms_norm(
+                o,
+                prefill_part,
+                self.norm[...],
+                first=gdn.conv_dim,
+                eps=self.eps,
+                **chosen["gated_rms_norm"],
+            )
+            mixed.append(y.reshape(-1, gdn.value_dim))
         if batch.decode is not None:
             y, conv_pool, state_pool = gdn_decode(
                 decode_part,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.numerics import gated_rms_normalize
 from qwen35_jax.shapes import Activations, DeltaOutputs, Vector
 
 
@@ -36,6 +37,8 @@ def rms_norm(x: Activations, weight: Vector, eps: float) -> Activations:
 def gated_rms_norm(x: DeltaOutputs, z: DeltaOutputs, weight: Vector, eps: float) -> DeltaOutputs:
     """``weight * x_hat * silu(z)`` over the last axis: the norm comes first, then the gate.
 
+    For what must be differentiable; the model's mixer runs :func:`pallas_kernels.gated_rms_norm`.
+
     Args:
         x: ``[..., Dv]``, activation dtype.
         z: ``[..., Dv]``, activation dtype.
@@ -45,6 +48,4 @@ def gated_rms_norm(x: DeltaOutputs, z: DeltaOutputs, weight: Vector, eps: float)
     Returns:
         ``[..., Dv]`` in the dtype of ``x``.
     """
-    x32, z32 = x.astype(jnp.float32), z.astype(jnp.float32)
-    x_hat = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x_hat * weight * (z32 * lax.logistic(z32))).astype(x.dtype)
+    return gated_rms_normalize(x, z, weight, eps).astype(x.dtype)

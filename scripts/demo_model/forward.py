@@ -1,10 +1,10 @@
 """The model over whole sequences of several segments, differentiable: what training runs.
 
 The engine's forward pass advances pools of states and pages in loops whose length is known at run time only, which
-cannot be differentiated in reverse. Here the same modules (their parameters, norms, MLPs and projections) see rows of
-T tokens at once. The mixers are written down again, with the rounding points of the kernels' references, and nothing
-crosses from one segment of a row into the next: state and convolution window restart, attention is masked, positions
-start at 0. So training sees every example as inference will.
+cannot be differentiated in reverse. Here the same modules (their parameters, norms and projections) see rows of T
+tokens at once, MLPs by the reference of their kernel. The mixers are written down again, with the rounding points of
+the kernels' references, and nothing crosses from one segment of a row into the next: state and convolution window
+restart, attention is masked, positions start at 0. So training sees every example as inference will.
 
 Memory: each layer keeps its input alone and is computed again in the backward pass; the logits exist for a block of
 tokens at a time.
@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from pallas_kernels import swiglu_product
 from pallas_kernels.numerics import (
     apply_rope,
     delta_gates,
@@ -33,9 +34,11 @@ from pallas_kernels.numerics import (
     round_to,
     silu,
 )
+from pallas_kernels.registry import REFERENCE
 from qwen35_jax.layers.attention import GatedAttention
 from qwen35_jax.layers.gated_delta_net import GatedDeltaNet
 from qwen35_jax.layers.linear import linear, precision_of
+from qwen35_jax.layers.mlp import MLP
 from qwen35_jax.layers.norm import gated_rms_norm, rms_norm
 from qwen35_jax.model import DecoderLayer, Qwen35
 from qwen35_jax.params import ParamPack
@@ -163,7 +166,12 @@ def _layer(layer: DecoderLayer, x: jax.Array, context: Segments, options: Forwar
         with jax.named_scope("attention"):
             x = x + _attention(layer.mixer, normed, context)
     with jax.named_scope("mlp"):
-        return x + layer.mlp(rms_norm(x, layer.post_norm[...], layer.eps))
+        return x + _mlp(layer.mlp, rms_norm(x, layer.post_norm[...], layer.eps))
+
+
+def _mlp(mlp: MLP, x: jax.Array) -> jax.Array:
+    hidden = swiglu_product(x.reshape(-1, x.shape[-1]), mlp.gate_up[...], implementation=REFERENCE)
+    return linear(hidden, mlp.down[...], "down").reshape(x.shape)
 
 
 def _gated_delta_net(mixer: GatedDeltaNet, x: jax.Array, context: Segments, options: ForwardOptions) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The six ops once more, in float64 numpy, token by token: independent of the package's references.
+"""The ops once more, in float64 numpy, token by token: independent of the package's references.
 
 Each function takes the arguments of the public op (arrays of any dtype) and returns float64 outputs, the pools it
 updates as float64 copies, and a boolean mask of what was written in each pool, over the pool's leading axes
@@ -46,6 +46,16 @@ def conv_silu(window, weight, dtype):
 def add_rms_norm(x, delta, weight, eps):
     total = rounded(x.astype(F64) + delta.astype(F64), x.dtype)
     return total, rms_normalized(total, eps) * (1.0 + weight.astype(F64))
+
+
+def swiglu_product(x, weight):
+    gate, up = np.split(x.astype(F64) @ weight.astype(F64), 2, axis=1)
+    return (silu(gate) * up,)
+
+
+def gated_rms_norm(x, projected, weight, first, eps):
+    z = projected[:, first : first + x.shape[1] * x.shape[2]].astype(F64).reshape(x.shape)
+    return rms_normalized(x.astype(F64), eps) * weight.astype(F64) * silu(z)
 
 
 def causal_conv(x, weight, conv_pool, layer, slot_ids, has_state, cu_seqlens):

@@ -40,6 +40,8 @@ def cases_of_wrong_shapes():
     for op, name, axis in [
         ("add_rms_norm", "delta", 0),
         ("add_rms_norm", "weight", 0),
+        ("gated_rms_norm", "projected", 0),
+        ("gated_rms_norm", "weight", 0),
         ("causal_conv", "weight", 0),
         ("causal_conv", "weight", 1),
         ("causal_conv", "conv_pool", 2),
@@ -71,6 +73,8 @@ def cases_of_wrong_shapes():
         ("paged_decode_attention", "gates", 2),
         ("paged_decode_attention", "page_table", 0),
         ("paged_decode_attention", "kv_lens", 0),
+        ("swiglu_product", "weight", 0),
+        ("swiglu_product", "weight", 1),
     ]:
 
         def longer(shape, axis=axis):
@@ -142,6 +146,12 @@ def test_layer_is_one_integer(op):
             r"heads must be \[T, X, H\].*axis 1 is 10, expected 8 \(X = 8 comes from 2 \* num_heads \+ 2 \* K, "
             r"with K = 1 of kv_pool",
         ),
+        (
+            "gated_rms_norm",
+            {"first": 773},
+            r"projected, shape \(37, 1028\), has no 2 \* 128 columns from first = 773 on",
+        ),
+        ("gated_rms_norm", {"first": -1}, "columns from first = -1 on"),
         (
             "paged_prefill_attention",
             {"first_gate": 7},

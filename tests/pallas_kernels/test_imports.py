@@ -10,7 +10,7 @@ import sys
 import pallas_kernels
 
 PACKAGE = pathlib.Path(pallas_kernels.__file__).parent
-ALLOWED = {"jax", "jaxtyping", "numpy", "pallas_kernels"}
+ALLOWED = {"jax", "jaxlib", "jaxtyping", "numpy", "pallas_kernels"}
 
 
 def imported(path: pathlib.Path) -> set[str]:

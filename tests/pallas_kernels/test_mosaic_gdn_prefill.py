@@ -181,8 +181,18 @@ RACES = dataclasses.replace(
 
 
 @pytest.mark.host
-def test_no_race():
-    """Three chunks: every piece of shared memory is filled again."""
+def test_warpgroups_of_the_first_kernel_take_several_items_each(monkeypatch):
+    """Twelve live items for the three warpgroups of a block, then dead ones: inputs are brought an item ahead."""
+    monkeypatch.setattr(mosaic_solve, "MOST_BLOCKS", 1)
+    case = host(PACK.case(7, poison=True))
+    function = functools.partial(mosaic_sm90.gdn_prefill, **case.options, interpret=plgpu.InterpretGPUParams())
+    assert_right(case, *jax.jit(function)(**{key: jnp.asarray(array) for key, array in case.arguments.items()}))
+
+
+@pytest.mark.host
+def test_no_race(monkeypatch):
+    """Three chunks: every piece of shared memory is filled again, in the first kernel by a warpgroup's next item."""
+    monkeypatch.setattr(mosaic_solve, "MOST_BLOCKS", 1)
     found, printed = raced(RACES, NAME)
     assert not found and not printed, printed[:2000]
 
@@ -198,14 +208,39 @@ def test_a_missing_step_is_seen(module, step, monkeypatch):
     assert "RACE DETECTED" in printed or "Not all copy_smem_to_gmem read-side operations completed" in printed
 
 
-class _Without:
-    """A module with one function that does nothing: the kernels of other modules keep theirs."""
+@pytest.mark.parametrize(
+    ("step", "call"),
+    [
+        pytest.param("wait_smem_to_gmem", 1, id="T written over P"),
+        pytest.param("commit_smem", 1, id="inputs brought over those in use"),
+    ],
+)
+@pytest.mark.host
+def test_a_missing_step_between_items_is_seen(step, call, monkeypatch):
+    """Those by which a warpgroup of the first kernel uses its memory again.
 
-    def __init__(self, module, name):
-        self._module, self._name = module, name
+    Not among them is the wait until the results of the item before have left: that one the interpreter does not miss.
+    """
+    monkeypatch.setattr(mosaic_solve, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(mosaic_solve, "plgpu", _Without(plgpu, step, call))
+    _, printed = raced(RACES, NAME)
+    assert "RACE DETECTED" in printed
+
+
+class _Without:
+    """A module with one function that does nothing (in one of its calls): the kernels of other modules keep theirs."""
+
+    def __init__(self, module, name, call=None):
+        self._module, self._name, self._call, self._calls = module, name, call, 0
 
     def __getattr__(self, name):
-        return (lambda *args, **options: None) if name == self._name else getattr(self._module, name)
+        function = getattr(self._module, name)
+        return functools.partial(self._maybe, function) if name == self._name else function
+
+    def _maybe(self, function, *args, **options):
+        self._calls += 1
+        if self._call not in (None, self._calls - 1):
+            function(*args, **options)
 
 
 def run(case):

@@ -5,8 +5,8 @@ its barrier, a stage refilled while it is still being copied out, a copy that st
 (the tests below take each of these away and demand that it is noticed). What it cannot see: the threads of one
 warpgroup are one thread to it, so a missing synchronisation between them stays unseen; blocks run one after another, so
 races between blocks do too; Triton kernels have another interpreter, which has no threads at all. compute-sanitizer
-(``python -m pallas_kernels.sanitize``) looks there. The races of the prefill attention are looked for beside its other
-tests.
+(``python -m pallas_kernels.sanitize``) looks there. The races of the prefill attention and of kv_write are looked for
+beside their other tests.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import registry
 from pallas_kernels.add_rms_norm.specs import AddRmsNormSpec
 from pallas_kernels.causal_conv.specs import CausalConvSpec
+from pallas_kernels.gated_rms_norm.specs import GatedRmsNormSpec
 from pallas_kernels.gdn_decode import mosaic_sm90
 from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
 from pallas_kernels.spec import ModelShape, Spec
 from tests.pallas_kernels.conformance import host
 
 ONE_HEAD, GROUP = (ModelShape("small", num_heads=4, num_kv_heads=1, num_k_heads=1, num_v_heads=n) for n in (1, 3))
+TWO_HEADS = ModelShape("small", num_heads=4, num_kv_heads=1, num_k_heads=1, num_v_heads=4)
 DECODE = GdnDecodeSpec(name="", model=GROUP, num_rows=1)
 CASES = (
     GdnDecodeSpec(name="one", model=ONE_HEAD, num_rows=2, num_pads=1),
     GdnDecodeSpec(name="group", model=GROUP, num_rows=1, state_dtype="bfloat16"),
     CausalConvSpec(name="ragged", model=ONE_HEAD, lengths=(2, 0, 67), has_state=(True, False, True), num_pads=2),
     AddRmsNormSpec(name="rows", model=ONE_HEAD, num_tokens=3),
+    GatedRmsNormSpec(name="rows", model=TWO_HEADS, num_tokens=32),
 )
 
 pytestmark = pytest.mark.host

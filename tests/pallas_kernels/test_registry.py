@@ -59,6 +59,20 @@ def test_a_named_one_never_falls_back(op):
         op.select("portable", {"width": 64}, target=CPU)
 
 
+def test_auto_leaves_to_others_what_they_do_faster(op):
+    def large(target, arguments):
+        if arguments["width"] < 1024:
+            raise UnsupportedArguments(f"pays from a width of 1024 on, not for {arguments['width']}")
+
+    op.register("large", lambda width: "large", priority=30, supports=only_wide, auto_supports=large)
+    assert op.select("auto", {"width": 1024}, target=GPU).name == "large"
+    assert op.select("auto", {"width": 128}, target=GPU).name == "fast"
+    assert op.select("large", {"width": 128}, target=GPU).name == "large", "who asks for it gets it"
+    assert op.select("auto", {"width": 1024}, target=CPU).name == "reference"
+    with pytest.raises(UnsupportedArguments, match="'large': needs a GPU, not cpu"):
+        op.select("large", {"width": 1024}, target=CPU)
+
+
 def test_an_unknown_name_lists_what_exists(op):
     with pytest.raises(
         UnknownImplementation, match="'fsat'; known: 'auto', 'fast', 'portable', 'reference', 'experimental'"
@@ -91,7 +105,9 @@ def test_names_are_unique_and_auto_is_reserved(op):
         op.register("auto", lambda: None, priority=3)
     with pytest.raises(ValueError, match="already defined"):
         registry.define_op("gdn_decode")
-    with pytest.raises(KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gdn_decode"):
+    with pytest.raises(
+        KeyError, match="unknown op 'gdn'; known: add_rms_norm, causal_conv, gated_rms_norm, gdn_decode"
+    ):
         registry.get_op("gdn")
 
 
@@ -126,11 +142,13 @@ def test_every_op_is_there_and_has_its_reference():
     assert OPS == (
         "add_rms_norm",
         "causal_conv",
+        "gated_rms_norm",
         "gdn_decode",
         "gdn_prefill",
         "kv_write",
         "paged_decode_attention",
         "paged_prefill_attention",
+        "swiglu_product",
     )
     for name in OPS:
         op = registry.get_op(name)

@@ -137,11 +137,19 @@ def test_an_implementation_of_ones_own_can_be_timed():
     assert (got == want).all()
 
 
-@pytest.mark.parametrize("op", ["gdn_decode", "paged_decode_attention"])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("gdn_decode", "4b-rows64"),
+        ("paged_decode_attention", "4b-1x1k"),
+        ("kv_write", "4b-8x1024"),
+        ("gated_rms_norm", "4b-rows8192"),
+    ],
+)
 @pytest.mark.host
-def test_whatever_is_tried_lowers_for_an_h200(op):
+def test_whatever_is_tried_lowers_for_an_h200(op, name):
     """On the 4B shapes: the first, the last and some between of each step, beside the defaults."""
-    spec = specs_of(op)["4b-rows64" if op == "gdn_decode" else "4b-1x1k"]
+    spec = specs_of(op)[name]
     options = {}
 
     def make():
@@ -165,6 +173,6 @@ def test_whatever_is_tried_lowers_for_an_h200(op):
 
 def test_nothing_matches(capsys):
     with pytest.raises(SystemExit):
-        tune.main(["--op=kv_write"])
-    assert "nothing matches --op=kv_write" in capsys.readouterr().err
-    assert json.dumps(tune.tunables_of("kv_write")) == "[]"
+        tune.main(["--op=add_rms_norm"])
+    assert "nothing matches --op=add_rms_norm" in capsys.readouterr().err
+    assert json.dumps(tune.tunables_of("add_rms_norm")) == "[]"

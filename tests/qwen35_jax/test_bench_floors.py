@@ -106,9 +106,10 @@ def test_parts_of_a_prefill_move_what_their_kernels_must(size):
         ("causal_conv", ("8x1024", config.num_gdn_layers)),
         ("gdn_prefill", ("8x1024", config.num_gdn_layers)),
         ("kv_write", ("8x1024", config.num_attention_layers - 1), ("8x1024@keys", 1)),
+        ("gated_norm", ("rows8192", config.num_gdn_layers)),
         ("add_rms_norm", ("rows8192", 2 * config.num_layers - 2)),
     ):
-        specs = specs_of(op)
+        specs = specs_of("gated_rms_norm" if op == "gated_norm" else op)
         kernels = sum(n * specs[f"{size}-{spec}"].compulsory_bytes() for spec, n in layers) / 4.26e12
         assert 0.96 < parts[op] / kernels <= 1, op
     assert parts["GEMMs"] == prefill_floor_s(config, 8192)

@@ -503,17 +503,18 @@ def test_layers_share_one_trace_of_every_kernel():
             shapes = tuple(str(aval) for aval in eqn.params["jaxpr"].in_avals)
             traces.setdefault(str(shapes), []).append(id(eqn.params["jaxpr"]))
     calls = sorted((len(ids), len(set(ids))) for ids in traces.values())
-    # Three GDN layers call causal_conv, gdn_prefill and gdn_decode. The attention layer is the last: it writes keys of
-    # all tokens, then keys and queries of the last ones, and these attend. Each of the four has two norms, of which the
-    # very first adds nothing and the very last norms the last tokens alone.
-    assert calls == [(1, 1)] * 4 + [(3, 1)] * 3 + [(6, 1)]
+    # Three GDN layers call causal_conv, gdn_prefill, gated_rms_norm and gdn_decode. The attention layer is the last: it
+    # writes keys of all tokens, then keys and queries of the last ones, and these attend. Each of the four has two
+    # norms, of which the very first adds nothing, and an MLP's first product; the last norm and product are of the last
+    # tokens alone.
+    assert calls == [(1, 1)] * 5 + [(3, 1)] * 5 + [(6, 1)]
 
 
 @pytest.mark.parametrize("op", [op.name for op in all_ops()])
 def test_each_op_can_be_chosen_alone(op):
     """A choice for one op reaches that op: a name that it does not have is refused where it is called."""
     prefill, decode = abstract_inputs()
-    config = model_config("0.8b-tied")
+    config = model_config("4b-untied")  # layers of both kinds before the last one
     step, params = forward_with(config, kernels=f"{op}=nonsense")
     with pytest.raises(UnknownImplementation, match=f"{op}: unknown implementation 'nonsense'"):
         jax.eval_shape(step, params, prefill, decode, cache_specs(config))

@@ -1,0 +1,1 @@
+"""RMS norm of each head times a gate."""

@@ -1,0 +1,1 @@
+"""The first product of a SwiGLU MLP and its activation."""

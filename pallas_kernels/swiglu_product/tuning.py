@@ -1,0 +1,31 @@
+"""What ``pallas_kernels.tune`` may try."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.swiglu_product import mosaic_sm90
+from pallas_kernels.tuned import Tunable
+
+
+def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
+    """Whether stages and results fit into shared memory, and what a thread holds into registers."""
+    itemsize = jnp.dtype(arguments["x"].dtype).itemsize
+    spills = tiling.start > 1 and tiling.products == 2
+    return tiling.shared_bytes(itemsize) <= mosaic_sm90.SHARED_BYTES and not spills
+
+
+TUNABLES = (
+    Tunable(
+        "swiglu_product",
+        "mosaic_sm90",
+        default=lambda arguments: mosaic_sm90.Tiling(),
+        key=mosaic_sm90.tuning_key,
+        steps=(
+            {"products": (1, 2), "start": (1, 2, 3), "cluster": (1, 2), "pairs": (1, 2)},
+            {"group": (4, 8, 16, 32)},
+            {"stages": (3, 4)},
+        ),
+        possible=_fits,
+    ),
+)
