@@ -66,8 +66,8 @@ def delta_gates(b: jax.Array, a: jax.Array, A_log: jax.Array, dt_bias: jax.Array
     Args:
         b: [..., Hv] input of the write strength.
         a: [..., Hv] input of the decay.
-        A_log: f32[Hv].
-        dt_bias: f32[Hv].
+        A_log: f32[Hv], or [Hv, 1] with b and a transposed, [Hv, T].
+        dt_bias: likewise.
 
     Returns:
         beta f32[..., Hv] in (0, 1) and the log decay g f32[..., Hv], <= 0.

@@ -57,12 +57,14 @@ def gates(b, a, A_log, dt_bias, num_tokens: int) -> jax.Array:
     """
     num_heads = b.shape[1]
     # Both are slices of a wide projection. Left free, XLA lays all of that out by columns for the sake of the
-    # transposes below, and copies it back for whoever reads rows.
+    # transpose below, and copies it back for whoever reads rows.
     b, a = (with_layout_constraint(x, Layout(major_to_minor=(0, 1))) for x in (b, a))
-    beta, decay = delta_gates(b, a, A_log[:num_heads], dt_bias[:num_heads])
+    # Transposed by themselves: XLA makes a kernel of every transpose with an exponential behind it.
+    b, a = jnp.split(lax.optimization_barrier(jnp.concatenate([b, a], axis=1).T), 2)
+    beta, decay = delta_gates(b, a, A_log[:num_heads, None], dt_bias[:num_heads, None])
     decay = jnp.maximum(decay, STRONGEST_LOG_DECAY) * math.log2(math.e)
     coarse = jnp.floor(decay * 64.0) * (1.0 / 64.0)
-    found = jnp.stack([beta.T, coarse.T, (decay - coarse).T], axis=1)
+    found = jnp.stack([beta, coarse, decay - coarse], axis=1)
     return jnp.pad(found, ((0, 0), (0, 0), (0, num_tokens - found.shape[2])))
 
 
