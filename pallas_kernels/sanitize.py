@@ -5,8 +5,10 @@
 A process for each op and tool runs the op's kernel on small poisoned workloads (:data:`MODELS`), several processes at
 a time. Memory comes from the driver one array at a time instead of from XLA's pool, so that memcheck knows where each
 array ends, and CUDA graphs are off. What is run is what "auto" chooses; where that is the reference, the next
-implementation that takes the workload. Results are looked at, but under initcheck: it knows nothing of what the copy
-engine writes, and would call outputs that left in whole tiles uninitialised when they are copied to the host.
+implementation that takes the workload.
+
+initcheck knows nothing of what the copy engine writes: outputs that left in whole tiles are uninitialised to it, and so
+it complains of whoever copies them, XLA or the host. Such copies are counted by themselves; what kernels read counts.
 
 The result is a table, and a JSON file that keeps for each op and tool the verdict (``clean``, ``errors``, ``no
 verdict`` when the tool did not come to an end), the counts, and the first messages without host frames.
@@ -44,6 +46,8 @@ RAN = "ran "
 
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (?P<errors>\d+) error|RACECHECK SUMMARY: (?P<hazards>\d+) hazard)")
 _RACES = re.compile(r"\((?P<errors>\d+) errors?, (?P<warnings>\d+) warnings?\)")
+_COPIED = re.compile(r"Uninitialized access to \S+ on access by cudaMemcpy source")
+_COPYING = re.compile(r"Host API memory access error at host access")
 _NOISE = re.compile(r"Host Frame|Saved host backtrace|^\s*$|SUMMARY|COMPUTE-SANITIZER|\[0x[0-9a-f]+\]$")
 
 
@@ -58,6 +62,7 @@ class Verdict:
         verdict: "clean", "errors" or "no verdict".
         errors: number of errors, of racecheck those hazards that it calls errors.
         warnings: hazards that racecheck calls warnings.
+        copies: complaints of initcheck about copies of what the copy engine wrote, which are no errors.
         messages: the first of them, or the end of the output where there is no verdict.
     """
 
@@ -68,6 +73,7 @@ class Verdict:
     errors: int
     warnings: int
     messages: tuple[str, ...]
+    copies: int = 0
 
 
 def find_tool(name: str = "compute-sanitizer") -> str | None:
@@ -89,8 +95,8 @@ def kernel_of(op: str, arguments: dict[str, Any]) -> str:
     return registry.REFERENCE
 
 
-def run_op(op: str, implementation: str | None = None, *, look: bool = True) -> None:
-    """What a child does: run the op on its workloads and, if it is to, look at the results.
+def run_op(op: str, implementation: str | None = None) -> None:
+    """What a child does: run the op on its workloads and look at the results.
 
     Raises:
         FloatingPointError: an output is not finite.
@@ -102,9 +108,8 @@ def run_op(op: str, implementation: str | None = None, *, look: bool = True) -> 
         arguments = {name: jax.device_put(array) for name, array in case.arguments.items()}
         name = implementation or kernel_of(op, arguments | case.options)
         results = getattr(pallas_kernels, op)(**arguments, **case.options, implementation=name)
-        jax.block_until_ready(results)
-        out = results[0] if isinstance(results, tuple) else results
-        if look and not np.isfinite(np.asarray(out).astype(np.float32)).all():
+        out = np.asarray(results[0] if isinstance(results, tuple) else results).astype(np.float32)
+        if not np.isfinite(out).all():
             raise FloatingPointError(f"{op}/{spec.name}: an output is not finite")
         print(f"{RAN}{spec.name} {name}", flush=True)
 
@@ -121,8 +126,11 @@ def read_verdict(op: str, tool: str, output: str, returncode: int) -> Verdict:
     errors, warnings = int(summary["errors"] or summary["hazards"]), 0
     if summary["hazards"] and (races := _RACES.search(summary.string)):
         errors, warnings = int(races["errors"]), int(races["warnings"])
-    messages = tuple(_without_paths(line).strip() for line in marked if not _NOISE.search(line))[:MOST_MESSAGES]
-    return Verdict(op, tool, ran, "errors" if errors else "clean", errors, warnings, messages)
+    copies = sum(bool(_COPIED.search(line)) for line in marked)
+    errors -= copies
+    wanted = (line for line in marked if not (_NOISE.search(line) or _COPIED.search(line) or _COPYING.search(line)))
+    messages = tuple(_without_paths(line).strip() for line in wanted)[:MOST_MESSAGES]
+    return Verdict(op, tool, ran, "errors" if errors else "clean", errors, warnings, messages, copies)
 
 
 def _without_paths(line: str) -> str:
@@ -134,10 +142,11 @@ def check(sanitizer: str, op: str, tool: str, implementation: str | None, timeou
     """Run one op under one tool."""
     child = [sys.executable, "-m", "pallas_kernels.sanitize", f"--child={op}"]
     child += [f"--implementation={implementation}"] if implementation else []
-    child += ["--blind"] if tool == "initcheck" else []
     # Calls of the CUDA API that fail are no faults of a kernel: XLA tries what a device can do.
     own = ["--report-api-errors=no"] if tool == "memcheck" else []
-    command = [sanitizer, f"--tool={tool}", *own, "--print-limit=20", *child]
+    # All of them: what copies are complained of must not be taken for errors.
+    own += ["--print-limit=1000000" if tool == "initcheck" else "--print-limit=20"]
+    command = [sanitizer, f"--tool={tool}", *own, *child]
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -162,10 +171,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
     found = {(verdict.op, verdict.tool): verdict for verdict in verdicts}
 
     def cell(verdict: Verdict) -> str:
-        counts = [f"{verdict.errors} errors"] * bool(verdict.errors) + [f"{verdict.warnings} warnings"] * bool(
-            verdict.warnings
-        )
-        return ", ".join(counts) or verdict.verdict
+        numbers = {"errors": verdict.errors, "warnings": verdict.warnings}
+        return ", ".join(f"{number} {name}" for name, number in numbers.items() if number) or verdict.verdict
 
     rows = [["op", "implementation", *tools]]
     for op in dict.fromkeys(verdict.op for verdict in verdicts):
@@ -192,10 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one op under one tool")
     parser.add_argument("--output", default=None, help="JSON file to write")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--blind", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        run_op(options.child, options.implementation, look=not options.blind)
+        run_op(options.child, options.implementation)
         return 0
     wanted, tools = options.ops.split(","), options.tools.split(",")
     for flag, names, known in (("--ops", wanted, ops), ("--tools", tools, TOOLS)):

@@ -203,8 +203,9 @@ def _clean(memory: _Memory, first, end) -> None:
         rows, columns = (pl.ds(begin, TILE) for begin in place)
         piece = plgpu.load(memory.reads.at[rows, columns], layout=_MATRIX)
         memory.reads[rows, columns] = jnp.where((row >= first) & (row < end), piece, jnp.zeros_like(piece))
-    for kind in range(3):
-        found = plgpu.load(memory.gates.at[kind], layout=_ROWS)
+    gates = [plgpu.load(memory.gates.at[kind], layout=_ROWS) for kind in range(3)]
+    plgpu.commit_smem()  # four threads hold each number: none may write it before all have read it
+    for kind, found in enumerate(gates):
         memory.gates[kind] = jnp.where((token >= first) & (token < end), found, jnp.zeros_like(found))
     plgpu.commit_smem()
 

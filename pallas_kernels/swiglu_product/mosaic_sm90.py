@@ -65,8 +65,6 @@ class Tiling:
 
     def __post_init__(self):
         known = all(value in (1, 2) for value in (self.wide, self.products, self.pairs, self.cluster))
-        if self.pairs * self.wide > 2:
-            raise ValueError(f"no tiling of this kernel: halves of {self.columns} columns are no whole strips: {self}")
         if not (known and 1 <= self.start <= self.stages and self.stages >= 2 and self.group >= 1):
             raise ValueError(f"no tiling of this kernel: {self}")
         if self.blocks < self.cluster:
@@ -118,6 +116,8 @@ def swiglu_product(x, weight, *, tiling: Tiling | None = None, interpret=False) 
     padding = -num_tokens % ALIGNMENT  # none in a bucket of the engine
     if padding:
         x = jnp.pad(x, ((0, padding), (0, 0)))
+    if tiling.pairs * tiling.wide > 2:
+        raise ValueError(f"no tiling of this kernel: halves of {tiling.columns} columns are no whole strips: {tiling}")
     cluster = tiling.cluster
     tiles = pl.cdiv(x.shape[0], tiling.rows * cluster) * (hidden // tiling.columns)
     clusters = min(tiling.blocks // cluster, tiles)

@@ -9,10 +9,11 @@ from pallas_kernels.tuned import Tunable
 
 
 def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
-    """Whether stages and results fit into shared memory, and what a thread holds into registers."""
+    """Whether there is such a kernel, stages and results fit into shared memory, what a thread holds into registers."""
     itemsize = jnp.dtype(arguments["x"].dtype).itemsize
-    spills = tiling.start > 1 and tiling.products == 2
-    return tiling.shared_bytes(itemsize) <= mosaic_sm90.SHARED_BYTES and not spills
+    spills = tiling.start > 1 and (tiling.products == 2 or tiling.wide == 2)
+    whole = tiling.pairs * tiling.wide <= 2
+    return whole and tiling.shared_bytes(itemsize) <= mosaic_sm90.SHARED_BYTES and not spills
 
 
 TUNABLES = (
@@ -24,7 +25,8 @@ TUNABLES = (
         steps=(
             {"products": (1, 2), "start": (1, 2, 3), "cluster": (1, 2), "pairs": (1, 2)},
             {"group": (4, 8, 16, 32)},
-            {"stages": (3, 4)},
+            {"wide": (1, 2), "stages": (3, 4)},
+            {"blocks": (132,)},
         ),
         possible=_fits,
     ),

@@ -212,7 +212,7 @@ def test_a_missing_step_is_seen(module, step, monkeypatch):
     ("step", "call"),
     [
         pytest.param("wait_smem_to_gmem", 1, id="T written over P"),
-        pytest.param("commit_smem", 1, id="inputs brought over those in use"),
+        pytest.param("commit_smem", 2, id="inputs brought over those in use"),
     ],
 )
 @pytest.mark.host
