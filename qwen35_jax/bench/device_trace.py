@@ -189,7 +189,9 @@ ANCHORS: Mapping[str, Mapping[str, str]] = {
     "decode": {"linear_attention": "gdn_decode", "full_attention": "kv_write"},
     "prefill": {"linear_attention": "causal_conv", "full_attention": "kv_write"},
 }
-"""By kind of step and of layer, the op that launches exactly one kernel of its name in every layer."""
+"""By kind of step and of layer, the op that launches exactly one kernel of its name in every layer, but for the last
+layer of a prefill: if it is one of attention it writes the keys of all tokens, and those of the last ones with their
+queries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +201,8 @@ class Launches:
     Attributes:
         gdn_layer: of a linear-attention layer, its MLP included.
         attention_layer: of a full-attention layer, its MLP included.
-        other: outside of layers: copies of the host's fields, embedding, head, sampling.
+        other: outside of layers: copies of the host's fields, embedding, head, sampling; and what the last layer of a
+            prefill has more than its like.
     """
 
     gdn_layer: float
@@ -231,14 +234,17 @@ def launches_of(events: Sequence[DeviceEvent], kind: str, layer_types: Sequence[
         for layer_type, op in ANCHORS[kind].items()
         if op in event.name and part_of(event) == op
     ]
-    if not steps or [layer_type for _, layer_type in anchors] != list(layer_types) * steps:
+    linear, full = ANCHORS[kind]
+    expected = list(layer_types)
+    if kind == "prefill" and expected[-1:] == [full]:
+        expected.append(full)
+    if not steps or [layer_type for _, layer_type in anchors] != expected * steps:
         return None
     periods: dict[tuple[str, str], list[int]] = {}
     for number in range(len(anchors) - 1):
-        if (number + 1) % len(layer_types):  # from the last layer to the next step's first there is more than layers
+        if (number + 1) % len(expected):  # from the last layer to the next step's first there is more than layers
             (here, before), (there, after) = anchors[number : number + 2]
             periods.setdefault((before, after), []).append(there - here)
-    linear, full = ANCHORS[kind]
     try:
         alike, into, out = (
             sum(periods[pair]) / len(periods[pair]) for pair in ((linear, linear), (linear, full), (full, linear))

@@ -211,7 +211,9 @@ PROGRAMS = {
     "decode": (Bucket(0, 0, 4, 2), COMMON | {"gdn_decode", "paged_decode_attention"}),
     "prefill": (
         Bucket(64, 2, 0, 2),
-        COMMON | {"admit", "causal_conv", "gdn_prefill", "gated_norm", "paged_prefill_attention"},
+        COMMON
+        | {"admit", "causal_conv", "gdn_prefill", "gated_norm", "paged_prefill_attention"}
+        | {"paged_decode_attention"},  # of the last layer
     ),
 }
 
@@ -223,6 +225,8 @@ def step_of(layer_types, *, linear: tuple[int, int], full: tuple[int, int], outs
     for layer_type in layer_types:
         before, after = linear if layer_type == "linear_attention" else full
         names += ["nvjet"] * before + [f"{own[layer_type]}_mosaic_gpu_kernel"] + ["loop_add_fusion"] * after
+    if kind == "prefill" and layer_types[-1] == "full_attention":  # the last tokens' keys and queries
+        names += ["nvjet", "kv_write"]
     return names + ["nvjet"] * outside[1]
 
 
@@ -237,7 +241,7 @@ LAYERS = ("linear_attention", "linear_attention", "linear_attention", "full_atte
 def test_launches_a_layer(kind):
     """Of each kind of layer, whatever share of them stands before the mixer's kernel; several steps in the trace."""
     step = step_of(LAYERS, linear=(2, 6), full=(3, 8), outside=(5, 4), kind=kind)
-    assert launches_of(in_order(step * 3), kind, LAYERS, 3) == Launches(9, 12, 9)
+    assert launches_of(in_order(step * 3), kind, LAYERS, 3) == Launches(9, 12, 9 + 2 * (kind == "prefill"))
     first = step_of(LAYERS, linear=(2, 7), full=(3, 8), outside=(5, 4), kind=kind)
     assert launches_of(in_order(first + step), kind, LAYERS, 2).gdn_layer == 9.5, "a mean over the steps"
 
@@ -257,7 +261,7 @@ def test_programs_name_every_part(kind):
     """Read before XLA: what it makes of the names is its own affair, and a compilation cache keeps old ones."""
     bucket, expected = PROGRAMS[kind]
     key = ProgramKey(kind, bucket, 1, "greedy")
-    model = dataclasses.replace(MODEL, dtype="float32")
+    model = dataclasses.replace(MODEL, dtype="float32", layer_types=("linear_attention", "full_attention") * 2)
     pack = ParamPack(model, dtype="float32", kernels="reference")
     state = device_state_shapes(model, 5, 5, jnp.dtype("float32"), jnp.dtype("float32"))
     packed = [jax.ShapeDtypeStruct((words,), jnp.int32) for words in layout_of(kind, bucket).pieces]
