@@ -23,6 +23,12 @@ _GPU_RESERVE = 0.02  # share of the allocator's arena left for fragmentation
 _CPU_SHARE = 0.5  # share of the host's free memory that pools may plan with: the job's own data lives there too
 
 
+def visible_devices() -> tuple[str, ...]:
+    """Numbers or names of the GPUs that CUDA shows this process, in its order; empty where it shows all."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
+
+
 def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) -> None:
     """Set up the backend: allocator arena, text of programs and JAX's own persistent cache, in a folder of its own.
 

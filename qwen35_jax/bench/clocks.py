@@ -7,13 +7,14 @@ the device is no GPU, there are no figures.
 from __future__ import annotations
 
 import ctypes
-import os
 import statistics
 import threading
 from collections.abc import Callable
 from typing import Self
 
 import jax
+
+from qwen35_jax import runtime
 
 _SM_CLOCK = 1  # nvmlClockType_t
 _POWER_CAP = 0x4  # nvmlClocksEventReasonSwPowerCap
@@ -81,7 +82,7 @@ def reader(device: jax.Device) -> Callable[[], Reading] | None:
     if nvml.nvmlInit_v2():
         return None
     index = device.local_hardware_id or 0
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = runtime.visible_devices()
     name = visible[index] if index < len(visible) else str(index)
     handle = ctypes.c_void_p()
     if name.isdecimal():
