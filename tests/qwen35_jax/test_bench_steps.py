@@ -324,7 +324,7 @@ def test_flags_become_cells():
         (["--preset=tiny-4b", "--variant=best"], "--variant must be one of"),
         (["--preset=tiny-4b", "--context=0"], "--context"),
         (["--preset=tiny-4b", "--long_prompt=-1"], "--long_prompt"),
-        (["--preset=tiny-4b", "--long_prompt=64", "--max_num_batched_tokens=64"], "--max_num_batched_tokens=64, got 64"),
+        (["--preset=tiny-4b", "--long_prompt=64", "--max_num_batched_tokens=64"], "max_num_batched_tokens=64, got 64"),
         (["--preset=tiny-4b", "--long_prompt=9000", "--max_model_len=8999"], "fit into --max_model_len=8999, got 9000"),
         (["--preset=tiny-4b", "--repeats=0"], "--repeats"),
         (["--preset=tiny-4b", "--dispatches=0"], "--dispatches"),
