@@ -1,6 +1,6 @@
 """GPU kernels and their plain-jnp references.
 
-Eight ops; each is a folder of the same name with ``api.py`` (the public function), ``reference.py`` (its definition),
+Nine ops; each is a folder of the same name with ``api.py`` (the public function), ``reference.py`` (its definition),
 ``specs.py`` (real model shapes) and one file per further implementation. The public functions are exported here, so
 ``pallas_kernels.gdn_decode`` is the function; ``from pallas_kernels.gdn_decode import specs`` reaches into its folder.
 """

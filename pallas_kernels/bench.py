@@ -145,28 +145,39 @@ def chained(spec: Spec, implementation: str | registry.Implementation, options: 
 
     Each call has inputs of its own (else the compiler would merge what the calls have in common) and waits for the
     one before it: through the pools, or, where an op updates none, through its output, which stands for one of the next
-    one's arguments or, where none has its shape, holds them back by a barrier. The calls are repeated ``rounds`` times
-    in a loop of static length, which costs the host nothing: a program so lasts longer than its dispatch. A barrier
-    keeps what the calls share with the round before in the loop.
+    one's arguments or, where none has its shape, holds them back by a barrier. Behind a barrier the compiler drops what
+    nobody uses, and with it the call: so such a program adds a number of every output up, a small kernel a round, and
+    returns that sum beside the output. The calls are repeated ``rounds`` times in a loop of static length, which costs
+    the host nothing: a program so lasts longer than its dispatch. A barrier keeps what the calls share with the round
+    before in the loop.
     """
     run = _op(spec, implementation, options)
+    by_barrier = not spec.pools and spec.chained is None
 
     def one_round(out, pools: tuple[jax.Array, ...], inputs: Sequence[dict[str, jax.Array]]):
         for arguments in inputs:
             if out is not None and not spec.pools:
-                if spec.chained is None:
-                    arguments, out = lax.optimization_barrier((arguments, out))
-                else:
-                    arguments = arguments | {spec.chained: out}
+                arguments = arguments | {spec.chained: out}
             out, pools = run(arguments | dict(zip(spec.pools, pools, strict=True)))
         return out, pools
 
+    def one_round_by_barriers(found, pools: tuple[()], inputs: Sequence[dict[str, jax.Array]]):
+        out, total = found or (None, jnp.float32(0))
+        for arguments in inputs:
+            if out is not None:
+                arguments, out = lax.optimization_barrier((arguments, out))
+                total += out.ravel()[0].astype(jnp.float32)
+            out, _ = run(arguments)
+        return (out, total), pools
+
+    a_round = one_round_by_barriers if by_barrier else one_round
+
     def another(_, carry):
         out, pools, inputs = lax.optimization_barrier(carry)
-        return (*one_round(out, pools, inputs), inputs)
+        return (*a_round(out, pools, inputs), inputs)
 
     def program(pools: tuple[jax.Array, ...], inputs: Sequence[dict[str, jax.Array]]):
-        out, pools = one_round(None, pools, inputs)
+        out, pools = a_round(None, pools, inputs)
         if rounds > 1:
             out, pools, _ = lax.fori_loop(1, rounds, another, (out, pools, inputs))
         return out, pools

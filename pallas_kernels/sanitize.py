@@ -4,8 +4,8 @@
 
 A process for each op and tool runs the op's kernel on small poisoned workloads (:data:`MODELS`), several processes at
 a time. Memory comes from the driver one array at a time instead of from XLA's pool, so that memcheck knows where each
-array ends, and CUDA graphs are off. What is run is what "auto" chooses; where that is the reference, the next
-implementation that takes the workload.
+array ends, and CUDA graphs are off. What is run is the implementation that is first among those that take the workload,
+also where "auto" leaves it to another for the sake of speed; another one runs if it is named.
 
 initcheck knows nothing of what the copy engine writes: outputs that left in whole tiles are uninitialised to it, and so
 it complains of whoever copies them, XLA or the host. Such copies are counted by themselves; what kernels read counts.

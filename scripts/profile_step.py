@@ -175,6 +175,21 @@ def cells_of(size: str, rows: Sequence[int], prefill: Mapping[str, tuple[int, ..
     return found
 
 
+def check_long_prompt(tokens: int, config: EngineConfig) -> None:
+    """Refuse a long prompt that cannot be measured, before an engine is made for it; 0 is none.
+
+    Raises:
+        UserInputError: names the flags.
+    """
+    if tokens and tokens <= config.max_num_batched_tokens:
+        raise UserInputError(
+            f"--long_prompt must be more than one chunk of --max_num_batched_tokens={config.max_num_batched_tokens}, "
+            f"got {tokens}"
+        )
+    if config.max_model_len is not None and tokens > config.max_model_len:
+        raise UserInputError(f"--long_prompt must fit into --max_model_len={config.max_model_len}, got {tokens}")
+
+
 def make_engine(
     preset: str, config: EngineConfig, wanted: Sequence[Cell], context: int, variant: Variant, long_tokens: int = 0
 ) -> Engine:
@@ -446,8 +461,11 @@ def _run(line: CommandLine) -> int:
         raise UserInputError(f"--variant must be one of {', '.join(VARIANTS)}, got {line.variant!r}")
     if line.profiled_steps < 0 or line.context < 1 or line.long_prompt < 0:
         raise UserInputError("--profiled_steps and --long_prompt must not be negative and --context at least 1")
+    if line.repeats < 1 or line.dispatches < 1:
+        raise UserInputError(f"--repeats and --dispatches must be at least 1, got {line.repeats} and {line.dispatches}")
     options = line.engine_options() | {"load_format": "random", "skip_tokenizer_init": True}
     config = EngineConfig(**options).validate()
+    check_long_prompt(line.long_prompt, config)
     model = ModelConfig.preset(line.preset)
     prefill = parse_prefill(line.prefill, min(8192, config.max_num_batched_tokens))
     wanted = cells_of(line.preset.lower(), parse_rows(line.decode_rows), prefill, cells.suffixes(config))

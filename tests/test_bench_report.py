@@ -275,6 +275,22 @@ def test_the_parts_of_a_prefill_stand_beside_their_floors(root):
     assert shares == ["91%", "12%", "76%", "71%", "97%", "73%"]
 
 
+def test_an_activation_inside_of_a_product_has_no_floor(root):
+    """What the part has left are the last tokens' activations: a floor of all tokens would be a share of thousands."""
+    metrics = {"tok_s": 81920.0, "step_ms": 100.0, "busy_ms": 97.0, "idle_ms": 3.0}
+    for tokens, ms in ((1024, 0.49), (8192, 0.005)):
+        parts = {"parts": {"gate_up": 35.0, "swiglu": ms}}
+        add(root, f"prefill/4b/{tokens}", metrics | parts, settings={"lengths": [1024] * (tokens // 1024)})
+    text = section(make(root), "prefill_parts")
+    lines = text.splitlines()
+    at = next(number for number, line in enumerate(lines) if "**`swiglu`**" in line)
+    assert [line.split(" | ")[1:] for line in lines[at : at + 3]] == [
+        ["0.49", "0.005 |"],
+        ["0.41", "– |"],
+        ["84%", "– |"],
+    ]
+
+
 def test_prefill_steps_stand_in_order_of_their_tokens(root):
     """The bar of one request is read in milliseconds; tables go by size, and a picture has what grows."""
     steps = {1024: (12.5, "4b-1024"), 4096: (52.0, "4b-4096"), 8192: (104.0, "4b-8192")}

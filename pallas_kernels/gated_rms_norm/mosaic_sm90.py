@@ -50,7 +50,8 @@ def supports(target, arguments) -> None:
     require(x.shape[0] >= ROWS, f"takes at least {ROWS} tokens, not {x.shape[0]}")
     unit = ROW_LANES * numbers
     require(x.shape[2] % unit == 0 and x.shape[2] <= 256, f"takes heads of up to 256 in {unit}s, not {x.shape[2]}")
-    require(x.shape[0] // ROWS < 2**16, f"takes less than {ROWS * 2**16} tokens, not {x.shape[0]}")
+    most = ROWS * (2**16 - 1)  # blocks of the second axis of a grid, the last of them with a part of its tokens
+    require(x.shape[0] <= most, f"takes at most {most} tokens, not {x.shape[0]}")
     for name, number in (("columns", projected.shape[1]), ("first column of the gates", arguments["first"])):
         require(number % numbers == 0, f"takes {name} in multiples of {ACCESS_BYTES} bytes, not {number} numbers")
 

@@ -43,6 +43,15 @@ class Column:
         found = [self.parts[name] for name in names if name in self.parts]
         return sum(found) if found else None
 
+    def floor(self, part: str) -> float | None:
+        """Floor of a part; None where it has none, and of an activation that the product before it contains.
+
+        What is left of that part then are the last tokens of the last layer, next to nothing.
+        """
+        floor = self.floors.get(part)
+        fused = part == "swiglu" and floor is not None and self.parts.get(part, 0.0) < floor / 2
+        return None if fused else floor
+
     @property
     def twice_ms(self) -> float:
         """What the parts count twice, since kernels ran beside each other."""
@@ -70,7 +79,7 @@ def part_table(columns: Sequence[Column]) -> str:
         rows.append([words, *(word(value) for value in values)])
 
     def floors(part: str, times: Sequence[float | None]) -> None:
-        least = [column.floors.get(part) for column in columns]
+        least = [column.floor(part) for column in columns]
         if any(least):
             line(f"{_INDENT}floor", least)
             shares = [low / ms if low and ms else None for low, ms in zip(least, times, strict=True)]

@@ -132,6 +132,10 @@ def test_declines_what_it_cannot_run():
     narrow = jax.ShapeDtypeStruct((16, 4, 96), jnp.bfloat16)
     with pytest.raises(UnsupportedArguments, match="takes heads of up to 256 in 64s, not 96"):
         supports(hopper, arguments | options | {"x": narrow})
+    most, more = (jax.ShapeDtypeStruct((16 * 65535 + extra, 4, 128), jnp.bfloat16) for extra in (0, 1))
+    supports(hopper, arguments | options | {"x": most})
+    with pytest.raises(UnsupportedArguments, match="takes at most 1048560 tokens, not 1048561"):
+        supports(hopper, arguments | options | {"x": more})  # a block more than that axis of a grid can have
     with pytest.raises(UnsupportedArguments, match="needs compute capability 9.0, the device has 8.0"):
         supports(Target("gpu", "NVIDIA A100", "8.0"), arguments | options)
 

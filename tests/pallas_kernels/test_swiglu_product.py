@@ -198,9 +198,13 @@ def test_a_chain_of_calls_holds_each_back_until_the_one_before_is_done():
     arguments = {name: jnp.asarray(array) for name, array in spec.case().arguments.items()}
     inputs = bench.separate_inputs(arguments, 3)
     program = jax.jit(bench.chained(spec, "reference", {}, rounds=2))
-    assert program.lower((), inputs).as_text().count("optimization_barrier") == 6, "two, then three and the loop's"
-    out, pools = program((), inputs)
-    assert pools == () and (out == pallas_kernels.swiglu_product(**arguments)).all()
+    lowered = program.lower((), inputs)
+    assert lowered.as_text().count("optimization_barrier") == 6, "two, then three and the loop's"
+    assert lowered.compile().as_text().count(" dot(") == 6, "no call is left out"
+    (out, total), pools = program((), inputs)
+    want = pallas_kernels.swiglu_product(**arguments)
+    assert pools == () and (out == want).all()
+    np.testing.assert_allclose(total, 5 * np.float32(want[0, 0]), rtol=1e-6)
 
 
 TILINGS = {

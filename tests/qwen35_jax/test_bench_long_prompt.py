@@ -153,7 +153,8 @@ def test_the_script_files_a_record(engine, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(profile_step, "FLOOR_DEVICE", kind)
     monkeypatch.setattr(steps, "trace_step", lambda *_, **__: DeviceTrace(events, clocks={"sm_clock_mhz": 1700.0}))
     results = tmp_path / "r.json"
-    argv = ["profile_step.py", "--preset=tiny-4b", "--decode_rows=", "--prefill=", "--long_prompt=500", "--repeats=3"]
+    argv = ["profile_step.py", "--preset=tiny-4b", "--decode_rows=", "--prefill=", "--long_prompt=500"]
+    argv += ["--repeats=3", "--max_num_batched_tokens=256"]
     assert profile_step.main([*argv, "--profiled_steps=2", f"--results={results}"]) == 0
     assert asked[0][2] == [] and asked[0][5] == 500
     (record,) = read_records(results)
@@ -191,5 +192,6 @@ def test_a_wrong_end_is_an_exit_code(engine, monkeypatch):
 
     monkeypatch.setattr(long_prompt, "run_and_look", wrong)
     monkeypatch.setattr(profile_step, "make_engine", lambda *_: engine)
-    argv = ["profile_step.py", "--preset=tiny-4b", "--decode_rows=", "--prefill=", "--long_prompt=500", "--repeats=1"]
+    argv = ["profile_step.py", "--preset=tiny-4b", "--decode_rows=", "--prefill=", "--long_prompt=500"]
+    argv += ["--repeats=1", "--max_num_batched_tokens=256"]
     assert profile_step.main([*argv, "--profiled_steps=0"]) == 1
