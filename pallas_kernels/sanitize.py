@@ -5,7 +5,7 @@
 A process for each op and tool runs the op's kernel on small poisoned workloads (:data:`MODELS`), several processes at
 a time. Memory comes from the driver one array at a time instead of from XLA's pool, so that memcheck knows where each
 array ends, and CUDA graphs are off. What is run is the implementation that is first among those that take the workload,
-also where "auto" leaves it to another for the sake of speed; another one runs if it is named.
+and, where "auto" leaves it to another kernel for the sake of speed, that one too; another one runs if it is named.
 
 initcheck knows nothing of what the copy engine writes: outputs that left in whole tiles are uninitialised to it, and so
 it complains of whoever copies them, XLA or the host. Such copies are counted by themselves; what kernels read counts.
@@ -58,7 +58,7 @@ class Verdict:
     Attributes:
         op: the op.
         tool: one of :data:`TOOLS`.
-        ran: implementation by spec; empty if the child did not get that far.
+        ran: implementations by spec, with a plus between them; empty if the child did not get that far.
         verdict: "clean", "errors" or "no verdict".
         errors: number of errors, of racecheck those hazards that it calls errors.
         warnings: hazards that racecheck calls warnings.
@@ -83,8 +83,14 @@ def find_tool(name: str = "compute-sanitizer") -> str | None:
     return shutil.which(name) or next((place for place in places if os.access(place, os.X_OK)), None)
 
 
-def kernel_of(op: str, arguments: dict[str, Any]) -> str:
-    """The implementation to run: the best that takes this, also what "auto" leaves to others; the reference last."""
+def kernels_of(op: str, arguments: dict[str, Any]) -> tuple[str, ...]:
+    """The implementations to run: the best that takes this, and what "auto" leaves it to if that is another kernel."""
+    left_to = registry.get_op(op).select(registry.AUTO, arguments).name
+    best = _best_kernel(op, arguments)
+    return (best,) if left_to in (best, registry.REFERENCE) else (best, left_to)
+
+
+def _best_kernel(op: str, arguments: dict[str, Any]) -> str:
     for name, implementation in registry.get_op(op).implementations.items():
         try:
             implementation.supports(registry.current_target(), arguments)
@@ -106,12 +112,13 @@ def run_op(op: str, implementation: str | None = None) -> None:
             continue
         case = spec.case(1, poison=True)
         arguments = {name: jax.device_put(array) for name, array in case.arguments.items()}
-        name = implementation or kernel_of(op, arguments | case.options)
-        results = getattr(pallas_kernels, op)(**arguments, **case.options, implementation=name)
-        out = np.asarray(results[0] if isinstance(results, tuple) else results).astype(np.float32)
-        if not np.isfinite(out).all():
-            raise FloatingPointError(f"{op}/{spec.name}: an output is not finite")
-        print(f"{RAN}{spec.name} {name}", flush=True)
+        names = (implementation,) if implementation else kernels_of(op, arguments | case.options)
+        for name in names:
+            results = getattr(pallas_kernels, op)(**arguments, **case.options, implementation=name)
+            out = np.asarray(results[0] if isinstance(results, tuple) else results).astype(np.float32)
+            if not np.isfinite(out).all():
+                raise FloatingPointError(f"{op}/{spec.name}: an output of {name} is not finite")
+        print(f"{RAN}{spec.name} {'+'.join(names)}", flush=True)
 
 
 def read_verdict(op: str, tool: str, output: str, returncode: int) -> Verdict:

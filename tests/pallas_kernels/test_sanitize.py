@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import sanitize
+from pallas_kernels.spec import tiny_specs_of
 
 CLEAN = """========= COMPUTE-SANITIZER
 ran tiny2-rows5 mosaic_sm90
@@ -113,6 +115,22 @@ def test_a_run(stand_in, tmp_path, capsys):
     assert runs["memcheck"]["verdict"] == "clean" and runs["racecheck"]["errors"] == 1
     assert set(runs["memcheck"]["ran"].values()) == {"reference"} and len(runs["memcheck"]["ran"]) == 4
     assert "kv_write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("op", "spec", "kernels"),
+    [
+        ("kv_write", "tiny2-ragged", ("mosaic_sm90", "triton")),  # few tokens: auto leaves them to the other kernel
+        ("swiglu_product", "tiny2-rows200", ("mosaic_sm90",)),  # or to the reference, which is no kernel
+        ("gdn_decode", "tiny2-rows5", ("mosaic_sm90",)),
+    ],
+)
+def test_what_is_run_on_an_h200(op, spec, kernels):
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    case = tiny_specs_of(op)[spec].case()
+    arguments = {name: jnp.asarray(array) for name, array in case.arguments.items()} | case.options
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        assert sanitize.kernels_of(op, arguments) == kernels
 
 
 def test_a_hang_is_stopped(stand_in, tmp_path, monkeypatch):
