@@ -1,4 +1,4 @@
-"""Layouts of rows in the registers of a warpgroup, for Mosaic GPU kernels that reduce over each row."""
+"""Layouts of rows in the registers of a warpgroup, for Mosaic GPU kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ ROWS = 16
 """Rows of a base tile: four a warp."""
 ROW_LANES = 8
 """Lanes that share a row: its sum is three shuffles, and their 16-byte accesses lie in 128 adjacent bytes."""
+THREADS = 128
+"""Of a warpgroup."""
+
+
+def adjacent(width: int):
+    """A layout of one row: its share of adjacent numbers a thread, which travel together.
+
+    WG_STRIDED says the same, but its loads and stores promise no alignment and are cut into single numbers wherever the
+    compiler cannot prove one.
+    """
+    vector = width // THREADS
+    tiles = ((width,), (32 * vector,), (vector,))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def rows_of(vector: int):

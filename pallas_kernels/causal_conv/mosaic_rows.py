@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu_support import require, require_nvidia
-
-THREADS = 128
+from pallas_kernels.mosaic_layouts import THREADS
+from pallas_kernels.numerics import silu_by_root
 
 
 def supports(target, arguments) -> None:
@@ -19,21 +18,8 @@ def supports(target, arguments) -> None:
     require(arguments["x"].shape[0] > 0, "takes at least one token")
 
 
-def adjacent_channels(channels: int):
-    """A layout of a row: its share of adjacent channels a thread, which travel together.
-
-    WG_STRIDED says the same, but its loads and stores promise no alignment and are cut into single numbers wherever the
-    compiler cannot prove one.
-    """
-    vector = channels // THREADS
-    tiles = ((channels,), (32 * vector,), (vector,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-
 def silu_twice_rounded(total, dtype, *, packed: bool = True):
     """``silu`` of float32 numbers rounded to a dtype, rounded again.
-
-    ``1 / d`` as ``rsqrt(d)^2`` is two instructions, as exact as float32, where a division takes a dozen.
 
     Args:
         total: f32, in registers.
@@ -44,9 +30,7 @@ def silu_twice_rounded(total, dtype, *, packed: bool = True):
     rounded = total.astype(dtype)
     if packed and jnp.dtype(dtype).itemsize == 2:
         rounded = lax.optimization_barrier(rounded)
-    x = rounded.astype(jnp.float32)
-    root = lax.rsqrt(1.0 + jnp.exp(-x))
-    return (x * (root * root)).astype(dtype)
+    return silu_by_root(rounded.astype(jnp.float32)).astype(dtype)
 
 
 def pick(tail, place):

@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.causal_conv.mosaic_rows import THREADS, adjacent_channels, pick, silu_twice_rounded
+from pallas_kernels.causal_conv.mosaic_rows import pick, silu_twice_rounded
+from pallas_kernels.mosaic_layouts import THREADS, adjacent
 from pallas_kernels.packing import tile_work_list
 
 THREAD_BYTES = 8  # of one token in one load of a thread
@@ -96,7 +97,7 @@ def _kernel(
     channels = pl.ds(lax.axis_index("block") * block, block)
     vector = block // THREADS
     wide = tiling.wide == 1 and vector > 1 and x_ref.shape[1] % vector == 0  # a wide load must be aligned
-    layout = adjacent_channels(block) if wide else plgpu.Layout.WG_STRIDED((block,), vec_size=vector)
+    layout = adjacent(block) if wide else plgpu.Layout.WG_STRIDED((block,), vec_size=vector)
 
     def zeros():
         return plgpu.layout_cast(jnp.zeros((block,), y_ref.dtype), layout)

@@ -25,8 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.causal_conv import mosaic_rows
-from pallas_kernels.causal_conv.mosaic_rows import THREADS, adjacent_channels, pick, silu_twice_rounded
+from pallas_kernels.causal_conv.mosaic_rows import pick, silu_twice_rounded
 from pallas_kernels.gpu_support import require
+from pallas_kernels.mosaic_layouts import THREADS, adjacent
 
 COPY_BYTES = 16  # what the copy engine needs rows of an array to be a multiple of
 SLOW_ROWS = 4  # that are in flight together where rows are stored from registers
@@ -159,7 +160,7 @@ def _kernel(
     num_tokens = y_ref.shape[0]
     requests = _Requests(layer_ref, slot_ids_ref, has_state_ref, cu_seqlens_ref, num_requests, num_tokens)
     channels = pl.ds(lax.axis_index("strip") * strip, strip)
-    layout = adjacent_channels(strip)
+    layout = adjacent(strip)
 
     def body(tiles_ref, loaded):
         _span(

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.gpu_support import require, require_nvidia
-from pallas_kernels.mosaic_layouts import ROW_LANES, ROWS, in_every_column, in_every_row, rows_of
+from pallas_kernels.mosaic_layouts import ROW_LANES, ROWS, adjacent, in_every_column, in_every_row, rows_of
 
 FEWEST_TOKENS = 512
 """Fewer go to another kernel if nobody names one: they are a matter of latency, and blocks of a tile would be few."""
@@ -205,7 +205,7 @@ def _kernel(
     half = inverse_frequencies_ref.shape[0]
     layer = layer_ref[0]
     parts = _Parts.of(head_dim, half, heads_ref.dtype)
-    whole_row = _adjacent(head_dim)
+    whole_row = adjacent(head_dim)
     a_token = num_heads + 2 * num_kv_heads  # tiles of the same tokens
     tiles = pl.cdiv(num_tokens, rows) * a_token
     begin = lax.axis_index("block") * span
@@ -353,13 +353,6 @@ def _kernel(
         plgpu.SMEM((2, head_dim), jnp.float32),
         plgpu.SMEM((2, rows), jnp.int32),
     )
-
-
-def _adjacent(head_dim: int):
-    """A layout of one row of a head: adjacent numbers a thread."""
-    vector = head_dim // 128
-    tiles = ((head_dim,), (32 * vector,), (vector,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def _tokens(

@@ -6,12 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.numerics import precision_of
 from qwen35_jax.shapes import Activations, Embedding, Logits, Matrix
-
-
-def precision_of(dtype: jnp.dtype) -> lax.Precision:
-    """HIGHEST for fp32 operands (never TF32 or bf16 passes), the hardware's own product for the narrow types."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def linear(x: Activations, weight: Matrix, scope: str = "linear") -> jax.Array:

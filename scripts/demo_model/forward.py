@@ -29,6 +29,7 @@ from pallas_kernels.numerics import (
     apply_rope,
     delta_gates,
     l2_normalize,
+    precision_of,
     rms_normalize,
     rope_cos_sin,
     round_to,
@@ -37,7 +38,7 @@ from pallas_kernels.numerics import (
 from pallas_kernels.registry import REFERENCE
 from qwen35_jax.layers.attention import GatedAttention
 from qwen35_jax.layers.gated_delta_net import GatedDeltaNet
-from qwen35_jax.layers.linear import linear, precision_of
+from qwen35_jax.layers.linear import linear
 from qwen35_jax.layers.mlp import MLP
 from qwen35_jax.layers.norm import gated_rms_norm, rms_norm
 from qwen35_jax.model import DecoderLayer, Qwen35
