@@ -1,11 +1,11 @@
 """``gdn_decode`` on Hopper, Pallas Mosaic GPU: the state crosses the memory bus once each way, all else is fused.
 
 A block of one warpgroup owns a row and one key head, with all value heads that use it: nobody else reads or writes
-that part of the convolution tail, so it is updated in place without a second kernel. The state of its value heads
-passes through shared memory in tiles of 64 value dims, brought and taken back by the copy engine while the tile
-before them is in registers; the copy engine addresses the pool by (state matrix, row, column), so no offset is near
-2^31 however large the pool is. A tile is read once: the decayed ``S k`` decides the correction, the new tile gives
-``S q``.
+that part of the convolution tail, so it is updated in place without a second kernel. Or (``split``) each value head has
+a block, and those of a key head are a cluster: all read the tail of query and key, one writes it when they have. States
+pass through shared memory in tiles of 64 value dims, brought and taken back by the copy engine while the tile before
+them is in registers; the copy engine addresses the pool by (state matrix, row, column), so no offset is near 2^31
+however large the pool is. A tile is read once: the decayed ``S k`` decides the correction, the new tile gives ``S q``.
 
 Padding rows write zeros to their output and touch nothing else, the null slot included.
 
@@ -43,10 +43,12 @@ class Tiling:
     Attributes:
         values: value dims of a tile, a multiple of 64 (the layout's rows) that divides Dv.
         stages: tiles in shared memory.
+        split: whether the value heads of a key head have blocks of their own.
     """
 
     values: int = 64
     stages: int = 2
+    split: bool = False
 
     def __post_init__(self):
         if self.values not in (64, 128) or self.stages < 2:
@@ -96,6 +98,7 @@ def gdn_decode(
     if tiling is None:
         key = tuning_key({"state_pool": state_pool, "num_k_heads": num_k_heads, "projected": projected})
         tiling = tuned.settings(Tiling(), "gdn_decode", "mosaic_sm90", key)
+    split = tiling.split and group > 1
     conv_ref, state_ref = jax.new_ref(conv_pool), jax.new_ref(state_pool)
     firsts = (0, channels, channels + num_v_heads * DIM, channels + num_v_heads * (DIM + 1))
 
@@ -108,13 +111,19 @@ def gdn_decode(
             state_dtype=state_pool.dtype,
             eps=eps,
             tiling=tiling,
+            split=split,
         )
 
     kernel = pl.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((rows, num_v_heads * DIM), projected.dtype)],
         # Blocks that run together have few rows, whose states are long stretches of memory, not one head of many rows.
-        mesh=plgpu.Mesh(grid=(rows, num_k_heads), grid_names=("row", "key_head")),
+        mesh=plgpu.Mesh(
+            grid=(rows, num_k_heads),
+            grid_names=("row", "key_head"),
+            cluster=(group,) if split else (),
+            cluster_names=("member",) if split else (),
+        ),
         # Barriers are placed by hand, with commit_smem: what a thread reads and writes itself needs none.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -147,22 +156,25 @@ def _kernel(
     state_dtype,
     eps: float,
     tiling: Tiling,
+    split: bool,
 ):
+    own_heads = 1 if split else group
     tile_dims = tiling.values
     a_head = DIM // tile_dims  # tiles of a value head
-    tiles = group * a_head
+    tiles = own_heads * a_head
     stages = min(tiling.stages, tiles)
     key_head, row = lax.axis_index("key_head"), lax.axis_index("row")
     layer, slot = layer_ref[0], slot_ids_ref[row]
-    first_head = key_head * group
+    own = lax.axis_index("member") if split else 0
+    first_head = key_head * group + own
 
     @pl.when(slot == 0)
     def _():
-        for member in range(group):
+        for member in range(own_heads):
             channels = pl.ds((first_head + member) * DIM, DIM)
             y_ref[row, channels] = plgpu.layout_cast(jnp.zeros((DIM,), y_ref.dtype), _CHANNELS)
 
-    def live(tiles_ref, loaded, query_ref, key_ref, values_ref, gates_ref, outs_ref):
+    def live(tiles_ref, loaded, query_ref, key_ref, values_ref, gates_ref, outs_ref, *tail_read):
         def in_pool(tile):
             member, part = tile // a_head, lax.rem(tile, a_head)
             return state_ref.at[layer, slot, first_head + member, pl.ds(part * tile_dims, tile_dims)]
@@ -174,7 +186,7 @@ def _kernel(
             fetch(jnp.int32(tile), tile)
 
         # The small part, while the first tiles are on their way. All its loads come before its first use of one.
-        pieces = [key_head, num_k_heads + key_head] + [2 * num_k_heads + first_head + m for m in range(group)]
+        pieces = [key_head, num_k_heads + key_head] + [2 * num_k_heads + first_head + m for m in range(own_heads)]
         pieces = [pl.ds(piece * DIM, DIM) for piece in pieces]
         qkv_ref, qkv_first = qkv
         windows = [
@@ -182,21 +194,27 @@ def _kernel(
             for channels in pieces
         ]
         taps = [_load_rows(conv_weight_ref, 4, channels) for channels in pieces]
-        heads = [pl.ds((first_head + member) * DIM, DIM) for member in range(group)]
+        heads = [pl.ds((first_head + member) * DIM, DIM) for member in range(own_heads)]
         z_ref, z_first = z
         gates = [plgpu.load(z_ref.at[row, _shifted(channels, z_first)], layout=_CHANNELS) for channels in heads]
         norm_weight = plgpu.load(norm_weight_ref, layout=_CHANNELS)
-        for member in range(group):
+        for member in range(own_heads):
             beta, kept = _gates(b, a, A_log_ref, dt_bias_ref, row, first_head + member)
             gates_ref[2 * member], gates_ref[2 * member + 1] = beta, kept
-        for channels, window in zip(pieces, windows, strict=True):
-            for place in range(3):
-                conv_ref[layer, slot, place, channels] = window[place + 1]
+
+        def keep_tail(which):
+            for channels, window in list(zip(pieces, windows, strict=True))[which]:
+                for place in range(3):
+                    conv_ref[layer, slot, place, channels] = window[place + 1]
+
+        keep_tail(slice(2, None) if split else slice(None))
         query, key, *values = (_convolve(window, tap) for window, tap in zip(windows, taps, strict=True))
         query_ref[...] = query * (lax.rsqrt(jnp.sum(query * query) + L2_EPSILON) * DIM**-0.5)
         key_ref[...] = key * lax.rsqrt(jnp.sum(key * key) + L2_EPSILON)
-        for member in range(group):
+        for member in range(own_heads):
             values_ref[member] = values[member]
+        if split:  # what was read of the tail of query and key has been used
+            plgpu.barrier_arrive(tail_read[0])
         plgpu.commit_smem()
 
         @pl.loop(0, tiles)
@@ -230,6 +248,9 @@ def _kernel(
             out = plgpu.load(outs_ref.at[member], layout=_CHANNELS).astype(y_ref.dtype).astype(jnp.float32)
             normed = norm_weight * (out * lax.rsqrt(jnp.sum(out * out) * (1 / DIM) + eps))
             y_ref[row, channels] = (normed * silu(gates[member].astype(jnp.float32))).astype(y_ref.dtype)
+        if split:  # also so that no block leaves while others arrive at its barrier
+            plgpu.barrier_wait(tail_read[0])
+            pl.when(own == 0)(lambda: keep_tail(slice(2)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
 
     @pl.when(slot != 0)
@@ -244,9 +265,10 @@ def _kernel(
             plgpu.Barrier(num_barriers=stages),
             plgpu.SMEM((DIM,), jnp.float32),
             plgpu.SMEM((DIM,), jnp.float32),
-            plgpu.SMEM((group, DIM), jnp.float32),
-            plgpu.SMEM((2 * group,), jnp.float32),
-            plgpu.SMEM((group, DIM), jnp.float32),
+            plgpu.SMEM((own_heads, DIM), jnp.float32),
+            plgpu.SMEM((2 * own_heads,), jnp.float32),
+            plgpu.SMEM((own_heads, DIM), jnp.float32),
+            *([plgpu.ClusterBarrier(collective_axes=("member",))] if split else []),
         )
 
 

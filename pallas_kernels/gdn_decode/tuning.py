@@ -12,7 +12,10 @@ from pallas_kernels.tuned import Tunable
 def _fits(tiling: mosaic_sm90.Tiling, arguments) -> bool:
     """Whether the stages fit into shared memory, and each has a tile (more stages than tiles change nothing)."""
     pool = arguments["state_pool"]
-    tiles = pool.shape[2] // arguments["num_k_heads"] * (mosaic_sm90.DIM // tiling.values)
+    group = pool.shape[2] // arguments["num_k_heads"]
+    if tiling.split and group == 1:  # the same kernel
+        return False
+    tiles = (1 if tiling.split else group) * (mosaic_sm90.DIM // tiling.values)
     stage = tiling.values * mosaic_sm90.DIM * jnp.dtype(pool.dtype).itemsize
     return tiling.stages <= max(tiles, 2) and tiling.stages * stage <= HOPPER_SHARED_BYTES
 
@@ -23,7 +26,7 @@ TUNABLES = (
         "mosaic_sm90",
         default=lambda arguments: mosaic_sm90.Tiling(),
         key=mosaic_sm90.tuning_key,
-        steps=({"values": (64, 128), "stages": (2, 3, 4)},),
+        steps=({"values": (64, 128), "stages": (2, 3, 4), "split": (False, True)},),
         possible=_fits,
     ),
     Tunable(

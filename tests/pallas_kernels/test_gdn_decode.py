@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.core import ClusterBarrierType  # there is no public name for kinds of barriers
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gdn_decode import mosaic_sm90
 from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
 from pallas_kernels.spec import REAL_MODELS, TINY_MODELS
 from tests.pallas_kernels import oracle
@@ -21,6 +30,7 @@ from tests.pallas_kernels.conformance import (
 )
 
 OP = "gdn_decode"
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 BASE = GdnDecodeSpec(
     name="base", model=TINY_MODELS["tiny1"], dtype="float32", num_rows=5, num_pads=2, num_slots=9, num_layers=2
 )
@@ -191,3 +201,55 @@ def test_real_heads_at_odd_batches(implementation, model, rows, state_dtype):
     others = np.setdiff1d(np.arange(1, spec.num_slots), case.arguments["slot_ids"][victims])
     assert_same_bits(got[1][:, others], clean[1][:, others], "a neighbour's tail")
     assert_same_bits(got[2][:, others], clean[2][:, others], "a neighbour's state")
+
+
+def results_of(spec: GdnDecodeSpec, tiling: mosaic_sm90.Tiling, interpret) -> list[np.ndarray]:
+    case = host(spec.case(2, poison=True))
+    options = case.options | {"tiling": tiling, "interpret": interpret}
+    run = jax.jit(lambda arguments: mosaic_sm90.gdn_decode(**arguments, **options))
+    return [np.asarray(got) for got in run({name: jnp.asarray(array) for name, array in case.arguments.items()})]
+
+
+TILINGS = [{"split": True}, {"split": True, "values": 128}, {"stages": 4}, {"values": 128}]
+
+
+def interpret(kind: str, group: int) -> None:
+    """What a child process does: a split kernel against one that is not, or a search for races in it."""
+    model = dataclasses.replace(TINY_MODELS["tiny1"], num_k_heads=1, num_v_heads=group, head_k_dim=128, head_v_dim=128)
+    races = kind != "values"
+    spec = GdnDecodeSpec(name="", model=model, num_rows=1 if races else 3, num_pads=1 - races, num_layers=2)
+    wait = plgpu.barrier_wait
+    if kind == "early":  # the tail of query and key is written before the other blocks have read it
+        is_tail = lambda barrier: isinstance(barrier.dtype, ClusterBarrierType)  # noqa: E731
+        mosaic_sm90.plgpu.barrier_wait = lambda barrier: None if is_tail(barrier) else wait(barrier)
+    how = plgpu.InterpretGPUParams(detect_races=races)
+    for values in (64, 128):
+        got = results_of(spec, mosaic_sm90.Tiling(split=True, values=values), how)
+        if kind == "values":
+            for one, other in zip(got, results_of(spec, mosaic_sm90.Tiling(values=values), how), strict=True):
+                assert_same_bits(one, other, "split")
+    print("interpreted", kind)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("values", 2), ("values", 3), ("races", 3), ("early", 2)])
+@pytest.mark.host
+def test_split_interpreted(kind, group):
+    """Blocks of a cluster wait for one another: the interpreter needs threads."""
+    program = f"from tests.pallas_kernels.test_gdn_decode import interpret; interpret({kind!r}, {group})"
+    environment = os.environ | {"PJRT_NPROC": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+    )
+    printed = done.stdout + done.stderr
+    assert ("RACE DETECTED" in printed) == (kind == "early"), printed
+    assert kind == "early" or (done.returncode == 0 and f"interpreted {kind}" in done.stdout), printed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize(("model", "rows", "state_dtype"), [("4b", 37, "float32"), ("27b", 5, "bfloat16")])
+def test_tilings_on_a_gpu_give_the_same_bits(model, rows, state_dtype, tiling):
+    spec = GdnDecodeSpec(name="", model=REAL_MODELS[model], num_rows=rows, num_pads=rows // 3, state_dtype=state_dtype)
+    plain, other = (results_of(spec, mosaic_sm90.Tiling(**fields), False) for fields in ({}, tiling))
+    for one, another in zip(plain, other, strict=True):
+        assert_same_bits(another, one, str(tiling))
