@@ -1,17 +1,8 @@
 """``swiglu_product`` on Hopper, Pallas Mosaic GPU: a warp-specialised product whose accumulators never leave registers.
 
-A block computes a tile of tokens and of hidden columns, then its next tile. A tile's gate and up columns come from the
-two halves of the weight by copies of their own and meet in one accumulator, so each thread has gate and up of the same
-numbers and the activation is a matter of registers. Two warpgroups multiply, half of the rows each; a third brings
-tokens and weight by the copy engine, several steps of the inner dimension ahead, and does not stop where a tile ends:
-the first steps of the next tile arrive while the activation of this one is computed.
-
-Tiles are taken in groups of row blocks, down the rows of a group first, so that what all blocks read at one time is few
-distinct rows and columns. With clusters, two blocks have the same columns and neighbouring rows, and each brings half
-of the weight for both.
-
-Learned from CUTLASS's persistent cooperative kernels for Hopper and JAX's ``pallas.ops.gpu.hopper_matmul_mgpu``. See
-NOTES.md beside this.
+A tile's gate and up columns come from the two halves of the weight by copies of their own and meet in one accumulator,
+so each thread has gate and up of the same numbers and the activation is a matter of registers. While it is computed,
+the first steps of the next tile arrive. See ``mosaic_waves`` for the frame, and NOTES.md beside this.
 """
 
 from __future__ import annotations
@@ -19,23 +10,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.gpu_support import require, require_nvidia
+from pallas_kernels.mosaic_products import DEPTH
+from pallas_kernels.mosaic_waves import Frame, multiply
 from pallas_kernels.numerics import silu_by_root
-from pallas_kernels.swiglu_product.mosaic_products import DEPTH, STRIP, SWIZZLED, Emulated, One, Two
 
-WARPGROUPS = 2  # that multiply
+STRIP = 64  # columns side by side in shared memory: 128 bytes, the widest swizzle
 COLUMNS = 128  # hidden columns of a tile at the most
-ALIGNMENT = 8  # rows, which the copy engine moves in eights
-SHARED_BYTES = 226 * 1024  # for stages and results: what a block can have on Hopper, less a kilobyte for barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +40,8 @@ class Tiling:
         cluster: blocks that share each step's weight.
         group: row blocks, of all blocks of a cluster, that are taken together before the columns move on.
         blocks: blocks of the grid; more than the GPU has multiprocessors wait.
+        tail: 2: if the last wave of tiles fills the grid by half or less, its tiles are cut in two; 1: never. 2 takes
+            one product of a step.
     """
 
     wide: int = 1
@@ -63,9 +52,10 @@ class Tiling:
     cluster: int = 2
     group: int = 8
     blocks: int = 132
+    tail: int = 1
 
     def __post_init__(self):
-        known = all(value in (1, 2) for value in (self.wide, self.products, self.pairs, self.cluster))
+        known = all(value in (1, 2) for value in (self.wide, self.products, self.pairs, self.cluster, self.tail))
         if not (known and 1 <= self.start <= self.stages and self.stages >= 2 and self.group >= 1):
             raise ValueError(f"no tiling of this kernel: {self}")
         if self.blocks < self.cluster:
@@ -81,10 +71,26 @@ class Tiling:
         """Hidden columns of a tile."""
         return 128 // self.wide
 
+    @property
+    def frame(self) -> Frame:
+        """The same for the frame of the kernel."""
+        return Frame(
+            rows=self.rows,
+            columns=self.columns,
+            halves=2,
+            joined=self.products == 1,
+            strip=STRIP,
+            stages=self.stages,
+            start=self.start,
+            cluster=self.cluster,
+            group=self.group,
+            blocks=self.blocks,
+            tail=self.tail,
+        )
+
     def shared_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, less its barriers."""
-        stage = (self.rows + 2 * self.columns) * DEPTH
-        return (self.stages * stage + self.rows * self.columns) * itemsize
+        return self.frame.shared_bytes(itemsize)
 
 
 def tuning_key(arguments) -> tuned.Key:
@@ -113,174 +119,19 @@ def swiglu_product(x, weight, *, tiling: Tiling | None = None, interpret=False) 
     if tiling is None:
         key = tuning_key({"x": x, "weight": weight})
         tiling = tuned.settings(Tiling(), "swiglu_product", "mosaic_sm90", key)
-    num_tokens, hidden = x.shape[0], weight.shape[1] // 2
-    padding = -num_tokens % ALIGNMENT  # none in a bucket of the engine
-    if padding:
-        x = jnp.pad(x, ((0, padding), (0, 0)))
     if tiling.pairs * tiling.wide > 2:
         raise ValueError(f"no tiling of this kernel: halves of {tiling.columns} columns are no whole strips: {tiling}")
-    cluster = tiling.cluster
-    tiles = pl.cdiv(x.shape[0], tiling.rows * cluster) * (hidden // tiling.columns)
-    clusters = min(tiling.blocks // cluster, tiles)
-    kernel = pl.kernel(
-        functools.partial(_kernel, tiling=tiling, clusters=clusters, emulate=bool(interpret)),
-        out_type=[jax.ShapeDtypeStruct((x.shape[0], hidden), x.dtype)],
-        mesh=plgpu.Mesh(
-            grid=(clusters,),
-            grid_names=("cluster",),
-            cluster=(cluster,) if cluster > 1 else (),
-            cluster_names=("block",) if cluster > 1 else (),
-            num_threads=WARPGROUPS + 1,
-            thread_name="warpgroup",
-        ),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
-        interpret=interpret,
-        name="gate_up_swiglu",  # profiles know a kernel without a scope by its name
-    )
-    [out] = kernel(x, weight)
-    return out[:num_tokens] if padding else out
+    finish = functools.partial(_finish, pairs=tiling.pairs)
+    # profiles know a kernel without a scope by its name
+    return multiply(x, weight, tiling.frame, finish, name="gate_up_swiglu", interpret=interpret)
 
 
-class _Memory(NamedTuple):
-    """Shared memory and barriers of a block."""
-
-    tokens: Any  # [stages, rows, DEPTH]
-    weights: Any  # [stages, pieces, DEPTH, columns of a piece]: pieces of the gate, then of the up columns
-    results: Any  # [WARPGROUPS, rows of one, columns]
-    full: Any  # a barrier a stage
-    free: Any
-    turn: Any  # the second warpgroup may begin its tile
-
-
-def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int, emulate: bool):
-    """See :func:`swiglu_product`; x [M, D], weight [D, 2F], out [M, F]."""
-    dtype, (num_tokens, hidden) = x_ref.dtype, out_ref.shape
-    rows, columns, stages, cluster = tiling.rows, tiling.columns, tiling.stages, tiling.cluster
-    shared = "block" if cluster > 1 else None
-    steps = x_ref.shape[1] // DEPTH
-    # With fewer steps than stages the first warpgroup could be a whole tile ahead, and give two turns for one.
-    lag = tiling.start - 1 if steps >= stages else 0
-    row_blocks, column_blocks = pl.cdiv(num_tokens, rows * cluster), hidden // columns
-    piece = columns if tiling.products == 2 else STRIP
-    pieces = 2 * columns // piece
-    products = Emulated if emulate else Two if tiling.products == 2 else One
-
-    def body(*memory):
-        memory = _Memory(*memory)
-        warpgroup, own = lax.axis_index("warpgroup"), lax.axis_index("cluster")
-        block = lax.axis_index("block") if shared else 0
-        tiles = row_blocks * column_blocks
-
-        def every_tile(of_tile):
-            """``of_tile(first row, first column, steps before)`` for the tiles of this block."""
-            mine = lax.div(tiles - own + (clusters - 1), jnp.int32(clusters))
-
-            @pl.loop(0, mine)
-            def _(number):
-                row_block, column_block = _place(own + number * clusters, row_blocks, column_blocks, tiling.group)
-                of_tile((row_block * cluster + block) * rows, column_block * columns, number * steps)
-
-            return mine * steps
-
-        @pl.when(warpgroup < WARPGROUPS)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            every_tile(lambda *tile: _compute(out_ref, memory, *tile, warpgroup, steps, products, lag, tiling.pairs))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
-
-        @pl.when(warpgroup == WARPGROUPS)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-            used = every_tile(lambda *tile: _bring(x_ref, weight_ref, memory, *tile, steps, hidden, shared))
-
-            # No block leaves while its cluster still arrives at its barriers.
-            for behind in range(stages, 0, -1):
-                barrier = memory.free.at[lax.rem(used - behind + stages, jnp.int32(stages))]
-                pl.when(used >= behind)(functools.partial(plgpu.barrier_wait, barrier))
-
-    free = {"num_arrivals": WARPGROUPS, "num_barriers": stages}
-    pl.run_scoped(
-        body,
-        plgpu.SMEM((stages, rows, DEPTH), dtype, transforms=SWIZZLED),
-        plgpu.SMEM((stages, pieces, DEPTH, piece), dtype, transforms=SWIZZLED),
-        plgpu.SMEM((WARPGROUPS, rows // WARPGROUPS, columns), dtype, transforms=SWIZZLED),
-        plgpu.Barrier(num_arrivals=1 + pieces, num_barriers=stages),
-        plgpu.ClusterBarrier(collective_axes=(shared,), **free) if shared else plgpu.Barrier(**free),
-        plgpu.Barrier(),
-        collective_axes="warpgroup",
-    )
-
-
-def _place(tile, row_blocks: int, column_blocks: int, group: int):
-    """Row block and column block of a tile: groups of row blocks, in each the rows first."""
-    whole = jnp.int32(group * column_blocks)
-    number = lax.div(tile, whole)
-    within = tile - number * whole
-    height = jnp.minimum(group, row_blocks - number * group)
-    column = lax.div(within, height)
-    return number * group + within - column * height, column
-
-
-def _bring(x_ref, weight_ref, memory: _Memory, row, column, used, steps, hidden, shared):
-    """The third warpgroup: tokens and weight of every step of a tile."""
-    stages, rows, _ = memory.tokens.shape
-    _, pieces, _, columns = memory.weights.shape
-
-    @pl.loop(0, steps)
-    def _(step):
-        number = used + step
-        stage = lax.rem(number, jnp.int32(stages))
-        full, inner = memory.full.at[stage], pl.ds(step * DEPTH, DEPTH)
-        pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, memory.free.at[stage]))
-        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), inner], memory.tokens.at[stage], full)
-        for piece in range(pieces):
-            half, strip = divmod(piece, pieces // 2)
-            source = weight_ref.at[inner, pl.ds(half * hidden + strip * columns + column, columns)]
-            plgpu.copy_gmem_to_smem(source, memory.weights.at[stage, piece], full, collective_axes=shared)
-
-
-def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps, products, lag, pairs):
-    """One of the first two warpgroups: its rows of a tile."""
-    stages = memory.tokens.shape[0]
-    _, height, columns = memory.results.shape
-    own = pl.ds(warpgroup * height, height)
-
-    def stage_of(step):
-        return lax.rem(used + step, jnp.int32(stages))
-
-    def before(step):
-        plgpu.barrier_wait(memory.full.at[stage_of(step)])
-
-    def after(step):
-        plgpu.barrier_arrive(memory.free.at[stage_of(step)])
-        if isinstance(step, int) and step == lag - 1:  # in front of the loop, which so stays free of branches
-            pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(memory.turn))
-
-    if lag:
-        pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(memory.turn))
-    gate, up = products.sums(
-        height,
-        columns,
-        steps,
-        1 + lag,
-        lambda step: memory.tokens.at[stage_of(step), own],
-        lambda step: memory.weights.at[stage_of(step)],
-        before,
-        after,
-    )
-    after(steps - 1)
-    if pairs == 2:
+def _finish(products, gate, up, *, pairs: int) -> list:
+    """The activation, of all columns or of the left and the right ones if those are whole strips."""
+    if pairs == 2 and gate.shape[1] % (2 * STRIP) == 0:
         gates, ups = products.halves(gate), products.halves(up)
-        results = [silu * up for silu, up in zip(_two_silus(*gates), ups, strict=True)]
-    else:
-        results = [silu_by_root(gate) * up]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result of the tile before has left
-    width = columns // pairs
-    for number, result in enumerate(results):
-        memory.results[warpgroup, :, pl.ds(number * width, width)] = result.astype(out_ref.dtype)
-    plgpu.commit_smem()
-    destination = out_ref.at[pl.ds(row + warpgroup * height, height), pl.ds(column, columns)]
-    plgpu.copy_smem_to_gmem(memory.results.at[warpgroup], destination)
+        return [silu * up for silu, up in zip(_two_silus(*gates), ups, strict=True)]
+    return [silu_by_root(gate) * up]
 
 
 def _two_silus(x, y):

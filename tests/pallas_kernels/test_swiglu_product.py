@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import bench, tune
+from pallas_kernels import bench, mosaic_waves, tune
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
 from pallas_kernels.spec import TINY_MODELS, specs_of
 from pallas_kernels.swiglu_product import mosaic_sm90, reference
@@ -139,6 +139,7 @@ def test_declines_what_it_cannot_run():
         {"cluster": 4},
         {"pairs": 3},
         {"group": 0},
+        {"tail": 3},
     ],
     ids=str,
 )
@@ -154,7 +155,7 @@ def test_refused_tilings(fields):
 @pytest.mark.parametrize(("row_blocks", "column_blocks", "group"), [(64, 72, 16), (9, 4, 4), (1, 3, 16), (5, 7, 1)])
 def test_tiles_are_each_taken_once(row_blocks, column_blocks, group):
     tiles = np.arange(row_blocks * column_blocks, dtype=np.int32)
-    rows, columns = jax.vmap(lambda tile: mosaic_sm90._place(tile, row_blocks, column_blocks, group))(tiles)
+    rows, columns = jax.vmap(lambda tile: mosaic_waves.place(tile, row_blocks, column_blocks, group))(tiles)
     assert set(zip(rows.tolist(), columns.tolist(), strict=True)) == {
         (row, column) for row in range(row_blocks) for column in range(column_blocks)
     }
@@ -213,6 +214,11 @@ TILINGS = {
     "late": ((136, 256, 128), Tiling(blocks=1, start=2, stages=3, cluster=1)),
     "wide": ((300, 128, 128), Tiling(blocks=2, wide=2, stages=2, cluster=1, pairs=1)),
     "cluster": ((300, 128, 128), Tiling(blocks=2, cluster=2, group=2, stages=2, start=2, pairs=1)),
+    "cut": ((264, 128, 256), Tiling(blocks=4, cluster=1, stages=3, tail=2)),  # a wave of four, two cut in two
+    "cut alone": ((136, 128, 128), Tiling(blocks=4, cluster=1, start=2, stages=2, pairs=1, tail=2)),
+    "cut pairs": ((300, 192, 384), Tiling(blocks=8, cluster=2, group=2, stages=3, start=2, tail=2)),  # four, then two
+    "not cut": ((264, 128, 128), Tiling(blocks=2, cluster=1, pairs=1, stages=2, tail=2, group=1)),
+    "cut races": ((128, 192, 384), Tiling(blocks=2, cluster=1, stages=2, start=2, tail=2)),
     "races": ((128, 192, 256), Tiling(blocks=1, start=2, stages=2, pairs=2, cluster=1)),
 }
 
@@ -223,7 +229,7 @@ def interpret(kind: str) -> None:
 
     shape, tiling = TILINGS[kind]
     case = host(spec_of(*shape).case(1))
-    parameters = plgpu.InterpretGPUParams(detect_races=kind == "races")
+    parameters = plgpu.InterpretGPUParams(detect_races="races" in kind)
     program = jax.jit(lambda arguments: mosaic_sm90.swiglu_product(**arguments, tiling=tiling, interpret=parameters))
     got = np.asarray(program({name: jnp.asarray(array) for name, array in case.arguments.items()}))
     (want,) = oracle.swiglu_product(**case.arguments)

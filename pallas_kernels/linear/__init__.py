@@ -1,0 +1,1 @@
+"""A product with a weight."""
