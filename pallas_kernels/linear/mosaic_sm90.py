@@ -41,7 +41,7 @@ class Tiling:
     strip: int = 32
     stages: int = 5
     start: int = 1
-    cluster: int = 1
+    cluster: int = 2
     group: int = 8
     blocks: int = 132
     tail: int = 1
@@ -81,7 +81,7 @@ class Tiling:
 
 
 _WIDTHS = tuple(
-    Tiling(columns=columns, strip=strip, stages=stages, tail=tail)
+    Tiling(columns=columns, strip=strip, stages=stages, cluster=cluster, tail=tail)
     for columns, strip, stages, tail in (
         (256, 64, 3, 2),
         (192, 32, 4, 2),
@@ -90,12 +90,13 @@ _WIDTHS = tuple(
         (96, 32, 6, 1),
         (64, 64, 6, 1),
     )
+    for cluster in (2, 1)
 )
 _FIXED_COLUMNS = 32  # a tile costs as much as so many columns more: rows that are brought and read for few columns
 
 
 def default_tiling(num_rows: int, columns: int) -> Tiling:
-    """The width of tiles whose waves are the fewest columns of a block; of equals the widest.
+    """Tiles whose waves are the fewest columns of a block; of equals the widest, and clusters, which bring less.
 
     Args:
         num_rows: M.

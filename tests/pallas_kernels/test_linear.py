@@ -137,13 +137,14 @@ def test_refused_tilings(fields):
 @pytest.mark.parametrize(
     ("tiling", "rows", "columns", "want"),
     [
-        (Tiling(), 1024, 2560, Waves(8, 16, 128, 128)),
-        (Tiling(columns=128), 1024, 2560, Waves(8, 20, 160, 132)),
-        (Tiling(columns=128, tail=2), 1024, 2560, Waves(8, 20, 132, 132)),  # 28 are cut: 56 for 132 blocks
+        (Tiling(), 1024, 2560, Waves(4, 16, 64, 64)),
+        (Tiling(cluster=1), 1024, 2560, Waves(8, 16, 128, 128)),
+        (Tiling(columns=128, cluster=1), 1024, 2560, Waves(8, 20, 160, 132)),
+        (Tiling(columns=128, tail=2, cluster=1), 1024, 2560, Waves(8, 20, 132, 132)),  # 28 are cut: 56 for 132 blocks
         (Tiling(columns=128, tail=2, cluster=2), 1024, 2560, Waves(4, 20, 66, 66)),
-        (Tiling(columns=256, tail=2), 1024, 2560, Waves(8, 10, 80, 80)),  # 160 pieces would be two waves
-        (Tiling(columns=256, tail=2), 512, 2560, Waves(4, 10, 0, 80)),  # nothing but pieces
-        (Tiling(columns=128, tail=2, blocks=8), 1024, 128, Waves(8, 1, 8, 8)),  # a whole wave
+        (Tiling(columns=256, tail=2, cluster=1), 1024, 2560, Waves(8, 10, 80, 80)),  # 160 pieces would be two waves
+        (Tiling(columns=256, tail=2, cluster=1), 512, 2560, Waves(4, 10, 0, 80)),  # nothing but pieces
+        (Tiling(columns=128, tail=2, blocks=8, cluster=1), 1024, 128, Waves(8, 1, 8, 8)),  # a whole wave
     ],
 )
 def test_waves(tiling, rows, columns, want):
@@ -154,12 +155,15 @@ def test_waves(tiling, rows, columns, want):
 
 def test_tiles_fill_the_waves_of_real_shapes():
     for model, tokens, columns, width in (
-        ("4b", 1024, 2560, 160),
-        ("4b", 2048, 2560, 160),
-        ("9b", 1024, 4096, 256),
-        ("0.8b", 1024, 1024, 128),  # all of them cut in two
+        ("4b", 1024, 2560, (160, 2)),
+        ("4b", 2048, 2560, (160, 2)),
+        ("4b", 640, 2560, (256, 2)),  # all of them cut in two
+        ("4b", 640, 4096, (160, 1)),  # five row blocks are no pairs
+        ("9b", 1024, 4096, (256, 2)),
+        ("0.8b", 1024, 1024, (128, 2)),  # all of them cut in two
     ):
-        assert default_tiling(tokens, columns).columns == width, model
+        tiling = default_tiling(tokens, columns)
+        assert (tiling.columns, tiling.cluster) == width, model
     for tiling in mosaic_sm90._WIDTHS:
         assert tiling.whole and tiling.shared_bytes(2) <= SHARED_BYTES
 
@@ -196,15 +200,18 @@ def test_every_kind_of_tiling_that_is_tried_lowers():
 
 
 TILINGS = {
-    "ragged": ((200, 128, 360), Tiling(blocks=3, group=1, stages=2)),  # a last tile of 40 columns
-    "narrow": ((13, 64, 256), Tiling(columns=96, blocks=1, stages=3, start=2)),
-    "few": ((40, 320, 168), Tiling(columns=64, strip=64, stages=3)),  # fewer tiles than blocks
+    "ragged": ((200, 128, 360), Tiling(blocks=3, group=1, stages=2, cluster=1)),  # a last tile of 40 columns
+    "narrow": ((13, 64, 256), Tiling(columns=96, blocks=1, stages=3, start=2, cluster=1)),
+    "few": ((40, 320, 168), Tiling(columns=64, strip=64, stages=3, cluster=1)),  # fewer tiles than blocks
     "cluster": ((300, 128, 264), Tiling(columns=128, strip=64, blocks=4, cluster=2, group=2, stages=2)),
-    "cut": ((264, 192, 360), Tiling(columns=128, strip=64, blocks=4, stages=3, tail=2)),  # nine tiles: one is cut
+    "cut": (
+        (264, 192, 360),
+        Tiling(columns=128, strip=64, blocks=4, stages=3, tail=2, cluster=1),
+    ),  # the ninth is
     "cut clusters": ((300, 128, 520), Tiling(columns=192, blocks=8, cluster=2, stages=2, start=2, tail=2)),  # six, two
-    "cut alone": ((24, 256, 256), Tiling(columns=256, strip=64, stages=3, tail=2)),
-    "races": ((128, 192, 320), Tiling(blocks=1, stages=2)),
-    "cut races": ((128, 192, 384), Tiling(columns=128, strip=32, blocks=2, stages=2, start=2, tail=2)),
+    "cut alone": ((24, 256, 256), Tiling(columns=256, strip=64, stages=3, tail=2, cluster=1)),
+    "races": ((128, 192, 320), Tiling(blocks=1, stages=2, cluster=1)),
+    "cut races": ((128, 192, 384), Tiling(columns=128, strip=32, blocks=2, stages=2, start=2, tail=2, cluster=1)),
 }
 
 
