@@ -139,8 +139,8 @@ def linear(x, weight, *, tiling: Tiling | None = None, interpret=False) -> jax.A
         tiling = tuned.settings(default, "linear", "mosaic_sm90", tuning_key({"x": x, "weight": weight}))
     if tiling.shared_bytes(x.dtype.itemsize) > SHARED_BYTES:
         raise ValueError(f"no tiling of this kernel: {SHARED_BYTES} bytes of shared memory do not hold {tiling}")
-    # profiles know a kernel without a scope by its name
-    return multiply(x, weight, tiling.frame, _finish, name="linear_product", interpret=interpret)
+    # without a scope, profiles take it for a product by its name
+    return multiply(x, weight, tiling.frame, _finish, name="linear_gemm", interpret=interpret)
 
 
 def _finish(products, total) -> list:

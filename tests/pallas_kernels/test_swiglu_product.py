@@ -24,11 +24,13 @@ from pallas_kernels.swiglu_product.mosaic_sm90 import Tiling
 from pallas_kernels.swiglu_product.specs import SwigluProductSpec
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.conformance import (
+    ROUNDOFF,
     assert_close,
     assert_same_bits,
     call,
     every_implementation,
     host,
+    implementations,
     share_of_equal_bits,
     worst_error,
 )
@@ -223,18 +225,30 @@ TILINGS = {
 }
 
 
+def error_of(kind: str, interpret=False) -> float:
+    """Distance to the oracle in roundoffs."""
+    shape, tiling = TILINGS[kind]
+    case = host(spec_of(*shape).case(1))
+    program = jax.jit(lambda arguments: mosaic_sm90.swiglu_product(**arguments, tiling=tiling, interpret=interpret))
+    got = np.asarray(program({name: jnp.asarray(array) for name, array in case.arguments.items()}))
+    (want,) = oracle.swiglu_product(**case.arguments)
+    return worst_error(got, want) / ROUNDOFF["bfloat16"]
+
+
 def interpret(kind: str) -> None:
     """What the child process does: few blocks, so that each has several tiles and every stage is refilled."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    shape, tiling = TILINGS[kind]
-    case = host(spec_of(*shape).case(1))
-    parameters = plgpu.InterpretGPUParams(detect_races="races" in kind)
-    program = jax.jit(lambda arguments: mosaic_sm90.swiglu_product(**arguments, tiling=tiling, interpret=parameters))
-    got = np.asarray(program({name: jnp.asarray(array) for name, array in case.arguments.items()}))
-    (want,) = oracle.swiglu_product(**case.arguments)
-    assert worst_error(got, want) < 2 * 2.0**-9
+    assert error_of(kind, plgpu.InterpretGPUParams(detect_races="races" in kind)) < 2
     print("interpreted", kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", TILINGS)
+def test_tilings_on_a_gpu(kind):
+    if NAME not in implementations(OP):
+        pytest.skip("declined: not on this GPU")
+    assert error_of(kind) < 2
 
 
 @pytest.mark.host
