@@ -95,8 +95,7 @@ class GatedAttention(nnx.Module):
                     implementation=implementation_of(self.kernels, "paged_decode_attention"),
                 )
             )
-        mixed = batch.join(mixed).reshape(tokens, -1)
-        return linear(mixed, self.o_proj[...], "o_proj", kernels=self.kernels), kv_pool
+        return linear(batch.join(mixed).reshape(tokens, -1), self.o_proj[...], "o_proj"), kv_pool
 
     def _write_keys(self, x: Activations, prefill: PrefillInputs, kv_pool: KVPool) -> KVPool:
         """Writes keys and values of prompt tokens ``x [T, D]``; there are no queries."""

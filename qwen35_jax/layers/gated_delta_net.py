@@ -115,7 +115,7 @@ class GatedDeltaNet(nnx.Module):
             mixed.append(y)
         mixed = batch.join(mixed)
         mixed = batch.last_rows(mixed) if last_rows else mixed
-        return linear(mixed, self.out_proj[...], "out_proj", kernels=self.kernels), conv_pool, state_pool
+        return linear(mixed, self.out_proj[...], "out_proj"), conv_pool, state_pool
 
 
 def _initial_conv_weight(rngs: nnx.Rngs | None, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:

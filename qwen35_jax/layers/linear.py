@@ -6,25 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import pallas_kernels
 from pallas_kernels.numerics import precision_of
-from pallas_kernels.registry import implementation_of
 from qwen35_jax.shapes import Activations, Embedding, Logits, Matrix
 
 
-def linear(x: Activations, weight: Matrix, scope: str = "linear", *, kernels: str | None = None) -> jax.Array:
-    """``x @ weight`` with fp32 accumulation, rounded once to the dtype of ``x``; profiles show it as ``scope``.
-
-    Args:
-        x: ``[M, K]``; without ``kernels`` any number of axes in front of K.
-        weight: ``[K, N]``.
-        scope: name of the part of a step.
-        kernels: which kernels the model runs, for products that the op ``linear`` has kernels for; None for XLA's.
-    """
+def linear(x: Activations, weight: Matrix, scope: str = "linear") -> jax.Array:
+    """``x @ weight`` with fp32 accumulation, rounded once to the dtype of ``x``; profiles show it as ``scope``."""
     with jax.named_scope(scope):
-        if kernels is None:
-            return jnp.dot(x, weight, precision=precision_of(x.dtype))
-        return pallas_kernels.linear(x, weight, implementation=implementation_of(kernels, "linear"))
+        return jnp.dot(x, weight, precision=precision_of(x.dtype))
 
 
 def unembed(x: Activations, table: Matrix | Embedding, *, transposed: bool) -> Logits:

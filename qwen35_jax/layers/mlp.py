@@ -22,12 +22,11 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, kernels: str, dtype: jnp.dtype):
         width, hidden = config.hidden_size, config.intermediate_size
-        self.kernels = kernels
+        self.implementation = implementation_of(kernels, "swiglu_product")
         self.gate_up = matrix(rngs, (width, 2 * hidden), dtype)
         self.down = matrix(rngs, (hidden, width), dtype)
 
     def __call__(self, x: Activations) -> Activations:
         """Maps ``[M, D]`` to ``[M, D]``."""
-        implementation = implementation_of(self.kernels, "swiglu_product")
-        hidden = swiglu_product(x, self.gate_up[...], implementation=implementation)  # [M, F]
-        return linear(hidden, self.down[...], "down", kernels=self.kernels)
+        hidden = swiglu_product(x, self.gate_up[...], implementation=self.implementation)  # [M, F]
+        return linear(hidden, self.down[...], "down")

@@ -48,10 +48,6 @@ def add_rms_norm(x, delta, weight, eps):
     return total, rms_normalized(total, eps) * (1.0 + weight.astype(F64))
 
 
-def linear(x, weight):
-    return (x.astype(F64) @ weight.astype(F64),)
-
-
 def swiglu_product(x, weight):
     gate, up = np.split(x.astype(F64) @ weight.astype(F64), 2, axis=1)
     return (silu(gate) * up,)

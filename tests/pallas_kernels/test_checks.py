@@ -73,7 +73,6 @@ def cases_of_wrong_shapes():
         ("paged_decode_attention", "gates", 2),
         ("paged_decode_attention", "page_table", 0),
         ("paged_decode_attention", "kv_lens", 0),
-        ("linear", "weight", 0),
         ("swiglu_product", "weight", 0),
         ("swiglu_product", "weight", 1),
     ]:

@@ -146,7 +146,6 @@ def test_every_op_is_there_and_has_its_reference():
         "gdn_decode",
         "gdn_prefill",
         "kv_write",
-        "linear",
         "paged_decode_attention",
         "paged_prefill_attention",
         "swiglu_product",

@@ -122,7 +122,6 @@ def test_a_run(stand_in, tmp_path, capsys):
     [
         ("kv_write", "tiny2-ragged", ("mosaic_sm90", "triton")),  # few tokens: auto leaves them to the other kernel
         ("swiglu_product", "tiny2-rows200", ("mosaic_sm90",)),  # or to the reference, which is no kernel
-        ("linear", "tiny2-rows200", ("mosaic_sm90",)),
         ("gdn_decode", "tiny2-rows5", ("mosaic_sm90",)),
     ],
 )

@@ -1,10 +1,9 @@
-"""Sums of a tile of a product for Mosaic kernels of whole matrices, and one as the interpreter can run it.
+"""The products of the Mosaic ``swiglu_product``: one or two a step, and one as the interpreter can run it.
 
-A step multiplies a piece of the rows with the same piece of the weight's columns, which may be of two halves of the
-weight (a gate's and those of up). A product a half reads the rows from shared memory twice; one for both reads them
-once, but needs an operand of all the columns, which lies in shared memory as strips one behind the other. That is a
-layout the hardware takes (strips are a fixed distance apart) and Pallas has no name for, hence the inlined part. Of
-strips, a product of fewer columns takes the first ones.
+A step multiplies a piece of the tokens with the same piece of the gate and of the up columns. Two products of half the
+width read the tokens from shared memory twice; one reads them once, but needs an operand of all the columns, which lies
+in shared memory as strips of 64 columns one behind the other. That is a layout the hardware takes (strips are a fixed
+distance apart) and Pallas has no name for, hence the inlined part.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 DEPTH = 64  # of the inner dimension a step: 128 bytes, the widest swizzle
+STRIP = 64  # columns of a strip, by the same swizzle
+SWIZZLED = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))
 
 _MATRIX = plgpu.Layout.WGMMA
-
-
-def swizzled(strip: int):
-    """Transforms of a matrix of 16-bit numbers in shared memory, ``strip`` columns side by side: 32 or 64."""
-    return plgpu.TilingTransform((8, strip)), plgpu.SwizzleTransform(2 * strip)
 
 
 def halves_of_columns(array):
@@ -39,76 +35,73 @@ def halves_of_columns(array):
     return split(array)
 
 
-class Apart:
-    """A product for each half of the weight, accumulators of their own; or the one of a weight without halves."""
+class Two:
+    """A product for the gate and one for the up columns, accumulators of their own."""
 
     halves = staticmethod(halves_of_columns)
 
     @staticmethod
-    def sums(height, columns, halves, steps, unrolled, rows_of, weights_of, before, after):
-        """f32[height, columns] of each half, summed over the steps.
+    def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
+        """f32[height, columns] of the gate and of the up columns, summed over the steps.
 
         Args:
             height: rows.
             columns: of each half.
-            halves: of the weight, 1 or 2.
             steps: of the inner dimension.
             unrolled: steps in front of the loop, at least one; their numbers are no tracers.
-            rows_of: step -> reference [height, DEPTH].
+            tokens_of: step -> reference [height, DEPTH].
             weights_of: step -> reference [pieces, DEPTH, columns of a piece].
             before: called with a step before its operands are read.
             after: called with a step when they have been read, all but the last.
         """
 
-        def run(*totals):
+        def run(gate_ref, up_ref):
             def multiply(step):
                 before(step)
-                rows, weights = rows_of(step), weights_of(step)
-                for half, total in enumerate(totals):
-                    plgpu.wgmma(total, rows, weights.at[half])
+                tokens, weights = tokens_of(step), weights_of(step)
+                for half, total in enumerate((gate_ref, up_ref)):
+                    plgpu.wgmma(total, tokens, weights.at[half])
 
             def another(step):
                 multiply(step)
-                plgpu.wgmma_wait(halves)  # the products of the step before are done
+                plgpu.wgmma_wait(2)  # the two products of the step before are done
                 after(step - 1)
 
             multiply(0)
             for step in range(1, unrolled):
                 another(step)
             pl.loop(unrolled, steps)(another)
-            return tuple(total[...] for total in totals)
+            return gate_ref[...], up_ref[...]
 
-        return pl.run_scoped(run, *[plgpu.ACC((height, columns), jnp.float32)] * halves)
+        accumulator = plgpu.ACC((height, columns), jnp.float32)
+        return pl.run_scoped(run, accumulator, accumulator)
 
 
-class Joined:
-    """One product for all columns, over strips of them, those of the first half of the weight in front."""
+class One:
+    """One product over strips of columns, gate strips before up strips."""
 
     halves = staticmethod(halves_of_columns)
 
     @staticmethod
-    def sums(height, columns, halves, steps, unrolled, rows_of, weights_of, before, after):
-        """See :meth:`Apart.sums`; a piece is a strip."""
-        total_type = plgpu.ShapeDtypeStruct((height, halves * columns), jnp.float32, layout=_MATRIX)
+    def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
+        """See :meth:`Two.sums`."""
+        total_type = plgpu.ShapeDtypeStruct((height, 2 * columns), jnp.float32, layout=_MATRIX)
+        operand = plgpu.RefType(SWIZZLED)
 
         def multiply(step, total, *, first=False):
-            before(step)
-            rows, weights = rows_of(step), weights_of(step)
-            strip = weights.shape[-1]
-            operand = plgpu.RefType(swizzled(strip))
-
             @plgpu.inline_mgpu(arg_types=(_MATRIX, operand, operand), return_type=total_type)
-            def product(context, total, rows, weights):
+            def product(context, total, tokens, weights):
                 del context
-                # [strip, row / 8, 1, 8, 64] -> [row / 8, strip, 8, 64]: tiles of a matrix [DEPTH, all columns]
+                # [strip, row / 8, 1, 8, 64] -> [row / 8, strip, 8, 64]: tiles of a matrix [DEPTH, 2 columns]
                 weights = mgpu.memref_transpose(weights, (1, 0, 2, 3, 4))
                 weights = mgpu.memref_slice(weights, (slice(None), slice(None), 0))
                 total = mgpu.WGMMAAccumulator.from_registers(total, sync=first)
-                total = mgpu.wgmma(total, rows, weights, swizzle=2 * strip)
+                total = mgpu.wgmma(total, tokens, weights, swizzle=2 * DEPTH)
                 nvvm.wgmma_commit_group_sync_aligned()  # what plgpu.wgmma_wait counts
                 return total.value
 
-            return product(total, rows, weights)
+            before(step)
+            return product(total, tokens_of(step), weights_of(step))
 
         def another(step, total):
             total = multiply(step, total)
@@ -116,13 +109,13 @@ class Joined:
             after(step - 1)
             return total
 
-        total = plgpu.layout_cast(jnp.zeros((height, halves * columns), jnp.float32), _MATRIX)
+        total = plgpu.layout_cast(jnp.zeros((height, 2 * columns), jnp.float32), _MATRIX)
         total = multiply(0, total, first=True)
         for step in range(1, unrolled):
             total = another(step, total)
         total = lax.fori_loop(unrolled, steps, another, total)
         plgpu.wgmma_wait(0)
-        return halves_of_columns(total) if halves == 2 else (total,)
+        return halves_of_columns(total)
 
 
 class Emulated:
@@ -137,22 +130,22 @@ class Emulated:
         return tuple(jnp.split(array, 2, axis=1))
 
     @staticmethod
-    def sums(height, columns, halves, steps, unrolled, rows_of, weights_of, before, after):
-        """See :meth:`Apart.sums`."""
+    def sums(height, columns, steps, unrolled, tokens_of, weights_of, before, after):
+        """See :meth:`Two.sums`."""
 
         def multiply(step, total):
             before(step)
-            rows, weights = rows_of(step)[...], weights_of(step)[...]
+            tokens, weights = tokens_of(step)[...], weights_of(step)[...]
             plgpu.commit_smem()
-            weights = weights.swapaxes(0, 1).reshape(DEPTH, halves * columns)
-            return total + jnp.dot(rows, weights, preferred_element_type=jnp.float32)
+            weights = weights.swapaxes(0, 1).reshape(DEPTH, 2 * columns)
+            return total + jnp.dot(tokens, weights, preferred_element_type=jnp.float32)
 
         def another(step, total):
             after(step - 1)
             return multiply(step, total)
 
-        total = multiply(0, jnp.zeros((height, halves * columns), jnp.float32))
+        total = multiply(0, jnp.zeros((height, 2 * columns), jnp.float32))
         for step in range(1, unrolled):
             total = another(step, total)
         total = lax.fori_loop(unrolled, steps, another, total)
-        return tuple(jnp.split(total, halves, axis=1))
+        return total[:, :columns], total[:, columns:]

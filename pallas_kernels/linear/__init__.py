@@ -1,1 +1,0 @@
-"""A product with a weight."""
