@@ -113,7 +113,8 @@ def gdn_decode(
     kernel = pl.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((rows, num_v_heads * DIM), projected.dtype)],
-        mesh=plgpu.Mesh(grid=(num_k_heads, rows), grid_names=("key_head", "row")),
+        # Blocks that run together have few rows, whose states are long stretches of memory, not one head of many rows.
+        mesh=plgpu.Mesh(grid=(rows, num_k_heads), grid_names=("row", "key_head")),
         # Barriers are placed by hand, with commit_smem: what a thread reads and writes itself needs none.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
