@@ -31,9 +31,17 @@ TUNABLES = (
         default=lambda arguments: mosaic_sm90.Tiling(),
         key=mosaic_sm90.tuning_key,
         steps=(
-            {"products": (1, 2), "start": (1, 2, 3), "cluster": (1, 2), "pairs": (1, 2), "tail": (1, 2)},
+            # fields that exclude one another are tried together
+            {
+                "wide": (1, 2),
+                "products": (1, 2),
+                "start": (1, 2, 3),
+                "cluster": (1, 2),
+                "pairs": (1, 2),
+                "tail": (1, 2),
+            },
             {"group": (4, 8, 16, 32)},
-            {"wide": (1, 2), "stages": (3, 4), "tail": (1, 2)},
+            {"stages": (3, 4)},
             {"blocks": (132,)},
         ),
         possible=_fits,
