@@ -11,7 +11,7 @@ from pallas_kernels.gpu_support import require
 from pallas_kernels.registry import Implementation
 from pallas_kernels.swiglu_product import mosaic_sm90, reference
 
-FEWEST_TOKENS = 2048
+FEWEST_TOKENS = 1024
 """From so many tokens on "auto" takes the fused kernel; fewer are a product that the library has better tiles for."""
 
 

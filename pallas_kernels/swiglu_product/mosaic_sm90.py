@@ -8,7 +8,8 @@ the first steps of the next tile arrive while the activation of this one is comp
 
 Tiles are taken in groups of row blocks, down the rows of a group first, so that what all blocks read at one time is few
 distinct rows and columns. With clusters, two blocks have the same columns and neighbouring rows, and each brings half
-of the weight for both.
+of the weight for both. Tiles that fill the last wave by half or less are cut in two, left and right half of their
+columns, and that wave takes half the time.
 
 Learned from CUTLASS's persistent cooperative kernels for Hopper and JAX's ``pallas.ops.gpu.hopper_matmul_mgpu``. See
 NOTES.md beside this.
@@ -53,6 +54,8 @@ class Tiling:
         cluster: blocks that share each step's weight.
         group: row blocks, of all blocks of a cluster, that are taken together before the columns move on.
         blocks: blocks of the grid; more than the GPU has multiprocessors wait.
+        tail: 2: tiles of the last wave are cut in two if they fill the grid by half or less, for which their weight
+            must lie in strips (``products`` and ``wide`` at 1); 1: never.
     """
 
     wide: int = 1
@@ -63,9 +66,10 @@ class Tiling:
     cluster: int = 2
     group: int = 8
     blocks: int = 132
+    tail: int = 2
 
     def __post_init__(self):
-        known = all(value in (1, 2) for value in (self.wide, self.products, self.pairs, self.cluster))
+        known = all(value in (1, 2) for value in (self.wide, self.products, self.pairs, self.cluster, self.tail))
         if not (known and 1 <= self.start <= self.stages and self.stages >= 2 and self.group >= 1):
             raise ValueError(f"no tiling of this kernel: {self}")
         if self.blocks < self.cluster:
@@ -81,10 +85,43 @@ class Tiling:
         """Hidden columns of a tile."""
         return 128 // self.wide
 
+    @property
+    def whole(self) -> bool:
+        """Whether what becomes of a tile's halves, in ``pairs`` or in the last wave, is whole strips."""
+        return self.wide * max(self.pairs, self.tail) <= 2 and self.products * self.tail <= 2
+
     def shared_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, less its barriers."""
         stage = (self.rows + 2 * self.columns) * DEPTH
         return (self.stages * stage + self.rows * self.columns) * itemsize
+
+
+class Waves(NamedTuple):
+    """Who takes how many of the tiles.
+
+    Attributes:
+        row_blocks: of all blocks of a cluster.
+        column_blocks: of a tile each.
+        whole: tiles that are taken as they are, the first ones.
+        cut: tiles that are cut in two, the rest; there is a cluster for every half.
+        clusters: of the grid.
+    """
+
+    row_blocks: int
+    column_blocks: int
+    whole: int
+    cut: int
+    clusters: int
+
+
+def waves_of(tiling: Tiling, num_tokens: int, hidden: int) -> Waves:
+    """How results [``num_tokens``, ``hidden``] are taken; tiles are cut only where the last wave gets shorter."""
+    row_blocks, column_blocks = pl.cdiv(num_tokens, tiling.rows * tiling.cluster), hidden // tiling.columns
+    tiles, clusters = row_blocks * column_blocks, tiling.blocks // tiling.cluster
+    left = tiles % clusters
+    if tiling.tail == 2 and 0 < 2 * left <= clusters:
+        return Waves(row_blocks, column_blocks, tiles - left, left, clusters if tiles > left else 2 * left)
+    return Waves(row_blocks, column_blocks, tiles, 0, min(clusters, tiles))
 
 
 def tuning_key(arguments) -> tuned.Key:
@@ -117,16 +154,14 @@ def swiglu_product(x, weight, *, tiling: Tiling | None = None, interpret=False) 
     padding = -num_tokens % ALIGNMENT  # none in a bucket of the engine
     if padding:
         x = jnp.pad(x, ((0, padding), (0, 0)))
-    if tiling.pairs * tiling.wide > 2:
-        raise ValueError(f"no tiling of this kernel: halves of {tiling.columns} columns are no whole strips: {tiling}")
-    cluster = tiling.cluster
-    tiles = pl.cdiv(x.shape[0], tiling.rows * cluster) * (hidden // tiling.columns)
-    clusters = min(tiling.blocks // cluster, tiles)
+    if not tiling.whole:
+        raise ValueError(f"no tiling of this kernel: halves of a tile are no whole strips: {tiling}")
+    cluster, waves = tiling.cluster, waves_of(tiling, x.shape[0], hidden)
     kernel = pl.kernel(
-        functools.partial(_kernel, tiling=tiling, clusters=clusters, emulate=bool(interpret)),
+        functools.partial(_kernel, tiling=tiling, waves=waves, emulate=bool(interpret)),
         out_type=[jax.ShapeDtypeStruct((x.shape[0], hidden), x.dtype)],
         mesh=plgpu.Mesh(
-            grid=(clusters,),
+            grid=(waves.clusters,),
             grid_names=("cluster",),
             cluster=(cluster,) if cluster > 1 else (),
             cluster_names=("block",) if cluster > 1 else (),
@@ -146,52 +181,81 @@ class _Memory(NamedTuple):
 
     tokens: Any  # [stages, rows, DEPTH]
     weights: Any  # [stages, pieces, DEPTH, columns of a piece]: pieces of the gate, then of the up columns
-    results: Any  # [WARPGROUPS, rows of one, columns]
+    results: Any  # [WARPGROUPS, parts, rows of one, columns of a part]: parts are what tiles may be cut in
     full: Any  # a barrier a stage
     free: Any
     turn: Any  # the second warpgroup may begin its tile
 
 
-def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int, emulate: bool):
+class _Tile(NamedTuple):
+    """What a block has to do at one time.
+
+    Attributes:
+        row: first row.
+        column: first column.
+        used: steps of this block before it.
+        share: 1, or 2 for half a tile.
+    """
+
+    row: Any
+    column: Any
+    used: Any
+    share: int
+
+
+def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, waves: Waves, emulate: bool):
     """See :func:`swiglu_product`; x [M, D], weight [D, 2F], out [M, F]."""
-    dtype, (num_tokens, hidden) = x_ref.dtype, out_ref.shape
+    dtype, hidden = x_ref.dtype, out_ref.shape[1]
     rows, columns, stages, cluster = tiling.rows, tiling.columns, tiling.stages, tiling.cluster
     shared = "block" if cluster > 1 else None
     steps = x_ref.shape[1] // DEPTH
     # With fewer steps than stages the first warpgroup could be a whole tile ahead, and give two turns for one.
     lag = tiling.start - 1 if steps >= stages else 0
-    row_blocks, column_blocks = pl.cdiv(num_tokens, rows * cluster), hidden // columns
     piece = columns if tiling.products == 2 else STRIP
-    pieces = 2 * columns // piece
+    pieces, parts = 2 * columns // piece, 2 if waves.cut else 1
     products = Emulated if emulate else Two if tiling.products == 2 else One
 
     def body(*memory):
         memory = _Memory(*memory)
         warpgroup, own = lax.axis_index("warpgroup"), lax.axis_index("cluster")
         block = lax.axis_index("block") if shared else 0
-        tiles = row_blocks * column_blocks
+        clusters = jnp.int32(waves.clusters)
+
+        def at(tile, half, used, share):
+            row_block, column_block = _place(tile, waves.row_blocks, waves.column_blocks, tiling.group)
+            column = column_block * columns + half * (columns // 2)
+            return _Tile((row_block * cluster + block) * rows, column, used, share)
 
         def every_tile(of_tile):
-            """``of_tile(first row, first column, steps before)`` for the tiles of this block."""
-            mine = lax.div(tiles - own + (clusters - 1), jnp.int32(clusters))
+            """``of_tile(_Tile)`` for what this block has to do, first what is whole; how many steps that are."""
+            mine = lax.div(waves.whole - own + (clusters - 1), clusters)
 
             @pl.loop(0, mine)
             def _(number):
-                row_block, column_block = _place(own + number * clusters, row_blocks, column_blocks, tiling.group)
-                of_tile((row_block * cluster + block) * rows, column_block * columns, number * steps)
+                of_tile(at(own + number * clusters, 0, number * steps, 1))
 
-            return mine * steps
+            used = mine * steps  # with tiles that are cut, as many for every block
+            if not waves.cut:
+                return used
+            with_half = own < 2 * waves.cut
+
+            @pl.when(with_half)
+            def _():
+                tile = lax.div(own, jnp.int32(2))
+                of_tile(at(waves.whole + tile, own - 2 * tile, used, 2))
+
+            return used + jnp.where(with_half, steps, 0)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            every_tile(lambda *tile: _compute(out_ref, memory, *tile, warpgroup, steps, products, lag, tiling.pairs))
+            every_tile(lambda tile: _compute(out_ref, memory, tile, warpgroup, steps, products, lag, tiling.pairs))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must outlive the copies
 
         @pl.when(warpgroup == WARPGROUPS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            used = every_tile(lambda *tile: _bring(x_ref, weight_ref, memory, *tile, steps, hidden, shared))
+            used = every_tile(lambda tile: _bring(x_ref, weight_ref, memory, tile, steps, hidden, shared))
 
             # No block leaves while its cluster still arrives at its barriers.
             for behind in range(stages, 0, -1):
@@ -203,7 +267,7 @@ def _kernel(x_ref, weight_ref, out_ref, *, tiling: Tiling, clusters: int, emulat
         body,
         plgpu.SMEM((stages, rows, DEPTH), dtype, transforms=SWIZZLED),
         plgpu.SMEM((stages, pieces, DEPTH, piece), dtype, transforms=SWIZZLED),
-        plgpu.SMEM((WARPGROUPS, rows // WARPGROUPS, columns), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((WARPGROUPS, parts, rows // WARPGROUPS, columns // parts), dtype, transforms=SWIZZLED),
         plgpu.Barrier(num_arrivals=1 + pieces, num_barriers=stages),
         plgpu.ClusterBarrier(collective_axes=(shared,), **free) if shared else plgpu.Barrier(**free),
         plgpu.Barrier(),
@@ -221,32 +285,47 @@ def _place(tile, row_blocks: int, column_blocks: int, group: int):
     return number * group + within - column * height, column
 
 
-def _bring(x_ref, weight_ref, memory: _Memory, row, column, used, steps, hidden, shared):
-    """The third warpgroup: tokens and weight of every step of a tile."""
+def _weights(memory: _Memory, stage, share: int):
+    """The weight in a stage; of half a tile, the first half of the strips."""
+    if share == 1:
+        return memory.weights.at[stage]
+    return memory.weights.at[stage, pl.ds(0, memory.weights.shape[1] // share)]
+
+
+def _bring(x_ref, weight_ref, memory: _Memory, tile: _Tile, steps, hidden, shared):
+    """The third warpgroup: tokens and weight of every step of a tile.
+
+    The weight of half a tile is as many copies, which barriers count: strips come in two pieces of the inner dimension.
+    """
     stages, rows, _ = memory.tokens.shape
     _, pieces, _, columns = memory.weights.shape
+    pieces, depth = pieces // tile.share, DEPTH // tile.share
 
     @pl.loop(0, steps)
     def _(step):
-        number = used + step
-        stage = lax.rem(number, jnp.int32(stages))
-        full, inner = memory.full.at[stage], pl.ds(step * DEPTH, DEPTH)
+        number = tile.used + step
+        stage, first = lax.rem(number, jnp.int32(stages)), step * DEPTH
+        full, weights = memory.full.at[stage], _weights(memory, stage, tile.share)
         pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, memory.free.at[stage]))
-        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), inner], memory.tokens.at[stage], full)
+        tokens = x_ref.at[pl.ds(tile.row, rows), pl.ds(first, DEPTH)]
+        plgpu.copy_gmem_to_smem(tokens, memory.tokens.at[stage], full)
         for piece in range(pieces):
             half, strip = divmod(piece, pieces // 2)
-            source = weight_ref.at[inner, pl.ds(half * hidden + strip * columns + column, columns)]
-            plgpu.copy_gmem_to_smem(source, memory.weights.at[stage, piece], full, collective_axes=shared)
+            source_columns = pl.ds(half * hidden + strip * columns + tile.column, columns)
+            for inner in range(0, DEPTH, depth):
+                source = weight_ref.at[pl.ds(first + inner, depth), source_columns]
+                target = weights.at[piece] if depth == DEPTH else weights.at[piece, pl.ds(inner, depth)]
+                plgpu.copy_gmem_to_smem(source, target, full, collective_axes=shared)
 
 
-def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps, products, lag, pairs):
+def _compute(out_ref, memory: _Memory, tile: _Tile, warpgroup, steps, products, lag, pairs):
     """One of the first two warpgroups: its rows of a tile."""
     stages = memory.tokens.shape[0]
-    _, height, columns = memory.results.shape
-    own = pl.ds(warpgroup * height, height)
+    _, parts, height, width = memory.results.shape
+    own, parts = pl.ds(warpgroup * height, height), parts // tile.share
 
     def stage_of(step):
-        return lax.rem(used + step, jnp.int32(stages))
+        return lax.rem(tile.used + step, jnp.int32(stages))
 
     def before(step):
         plgpu.barrier_wait(memory.full.at[stage_of(step)])
@@ -260,27 +339,35 @@ def _compute(out_ref, memory: _Memory, row, column, used, warpgroup, steps, prod
         pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(memory.turn))
     gate, up = products.sums(
         height,
-        columns,
+        parts * width,
         steps,
         1 + lag,
         lambda step: memory.tokens.at[stage_of(step), own],
-        lambda step: memory.weights.at[stage_of(step)],
+        lambda step: _weights(memory, stage_of(step), tile.share),
         before,
         after,
     )
     after(steps - 1)
-    if pairs == 2:
-        gates, ups = products.halves(gate), products.halves(up)
-        results = [silu * up for silu, up in zip(_two_silus(*gates), ups, strict=True)]
-    else:
-        results = [silu_by_root(gate) * up]
+    results = _activation(products, gate, up, pairs=pairs if tile.share == 1 else 1)  # no strip is cut
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result of the tile before has left
-    width = columns // pairs
+    if len(results) < parts:
+        results = products.halves(*results)
     for number, result in enumerate(results):
-        memory.results[warpgroup, :, pl.ds(number * width, width)] = result.astype(out_ref.dtype)
+        part, inside = (number, 0) if parts == 2 else (0, number * result.shape[1])
+        memory.results[warpgroup, part, :, pl.ds(inside, result.shape[1])] = result.astype(out_ref.dtype)
     plgpu.commit_smem()
-    destination = out_ref.at[pl.ds(row + warpgroup * height, height), pl.ds(column, columns)]
-    plgpu.copy_smem_to_gmem(memory.results.at[warpgroup], destination)
+    rows = pl.ds(tile.row + warpgroup * height, height)
+    for part in range(parts):
+        destination = out_ref.at[rows, pl.ds(tile.column + part * width, width)]
+        plgpu.copy_smem_to_gmem(memory.results.at[warpgroup, part], destination)
+
+
+def _activation(products, gate, up, *, pairs: int) -> list:
+    """Results of all columns, or of the left and of the right ones."""
+    if pairs == 1:
+        return [silu_by_root(gate) * up]
+    gates, ups = products.halves(gate), products.halves(up)
+    return [silu * up for silu, up in zip(_two_silus(*gates), ups, strict=True)]
 
 
 def _two_silus(x, y):

@@ -24,11 +24,13 @@ from pallas_kernels.swiglu_product.mosaic_sm90 import Tiling
 from pallas_kernels.swiglu_product.specs import SwigluProductSpec
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.conformance import (
+    ROUNDOFF,
     assert_close,
     assert_same_bits,
     call,
     every_implementation,
     host,
+    implementations,
     share_of_equal_bits,
     worst_error,
 )
@@ -139,16 +141,37 @@ def test_declines_what_it_cannot_run():
         {"cluster": 4},
         {"pairs": 3},
         {"group": 0},
+        {"tail": 3},
     ],
     ids=str,
 )
 def test_refused_tilings(fields):
     with pytest.raises(ValueError, match="no tiling of this kernel"):
         Tiling(**fields)
-    with pytest.raises(ValueError, match="halves of 64 columns are no whole strips"):
-        lowered_for_h200(specs_of(OP)["4b-rows8192"], tiling=Tiling(wide=2, pairs=2))
     with pytest.raises(ValueError, match="1 blocks are no cluster of 2"):
         Tiling(cluster=2, blocks=1)
+
+
+@pytest.mark.parametrize("fields", [{"wide": 2, "tail": 1}, {"wide": 2, "pairs": 1}, {"products": 2}], ids=str)
+def test_halves_that_are_no_strips_are_refused(fields):
+    with pytest.raises(ValueError, match="halves of a tile are no whole strips"):
+        lowered_for_h200(specs_of(OP)["4b-rows8192"], tiling=Tiling(**fields))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "waves"),
+    [
+        (1024, {}, (4, 72, 264, 24, 66)),
+        (1024, {"tail": 1}, (4, 72, 288, 0, 66)),
+        (2048, {}, (8, 72, 576, 0, 66)),  # the last wave is more than half full
+        (4096, {"cluster": 1}, (32, 72, 2244, 60, 132)),
+        (64, {}, (1, 72, 66, 6, 66)),
+        (64, {"blocks": 288}, (1, 72, 0, 72, 144)),  # half a wave in all
+        (64, {"blocks": 144}, (1, 72, 72, 0, 72)),  # nothing is left
+    ],
+)
+def test_waves(tokens, fields, waves):
+    assert mosaic_sm90.waves_of(Tiling(**fields), tokens, 9216) == waves
 
 
 @pytest.mark.parametrize(("row_blocks", "column_blocks", "group"), [(64, 72, 16), (9, 4, 4), (1, 3, 16), (5, 7, 1)])
@@ -186,7 +209,9 @@ def test_every_tiling_that_is_tried_lowers():
     (tunable,) = tune.tunables_of(OP)
     tried = {one for step in tunable.steps for one in tune.combinations(Tiling(), step)}
     possible = [one for one in tried if tunable.possible(one, abstract(spec))]
-    assert Tiling() in possible and Tiling(products=2, start=2) not in possible
+    assert Tiling() in possible and Tiling(products=2, start=2, tail=1) not in possible
+    assert Tiling(products=2, tail=1) in possible and Tiling(products=2) not in possible
+    assert Tiling(tail=1) not in possible and tunable.possible(Tiling(tail=1), abstract(specs_of(OP)["4b-rows1024"]))
     kinds = {(one.products, one.start, one.cluster): one for one in possible}
     for tiling in sorted(kinds.values(), key=str)[::2]:
         assert "@mosaic_gpu" in lowered_for_h200(spec, tiling=tiling)
@@ -208,27 +233,44 @@ def test_a_chain_of_calls_holds_each_back_until_the_one_before_is_done():
 
 
 TILINGS = {
-    "plain": ((200, 128, 256), Tiling(blocks=3, group=1, products=2, stages=2, cluster=1, pairs=1)),
+    "plain": ((200, 128, 256), Tiling(blocks=3, group=1, products=2, stages=2, cluster=1, pairs=1, tail=1)),
     "strips": ((13, 64, 256), Tiling(blocks=1, cluster=1)),
     "late": ((136, 256, 128), Tiling(blocks=1, start=2, stages=3, cluster=1)),
-    "wide": ((300, 128, 128), Tiling(blocks=2, wide=2, stages=2, cluster=1, pairs=1)),
+    "wide": ((300, 128, 128), Tiling(blocks=2, wide=2, stages=2, cluster=1, pairs=1, tail=1)),
     "cluster": ((300, 128, 128), Tiling(blocks=2, cluster=2, group=2, stages=2, start=2, pairs=1)),
+    "cut": ((264, 128, 256), Tiling(blocks=4, cluster=1, stages=3, tail=2)),  # a wave of four, two cut in two
+    "cut alone": ((136, 128, 128), Tiling(blocks=4, cluster=1, start=2, stages=2, pairs=1, tail=2)),
+    "cut pairs": ((300, 192, 384), Tiling(blocks=8, cluster=2, group=2, stages=3, start=2, tail=2)),  # four, then two
+    "not cut": ((264, 128, 128), Tiling(blocks=2, cluster=1, pairs=1, stages=2, tail=2, group=1)),
+    "cut races": ((128, 192, 384), Tiling(blocks=2, cluster=1, stages=2, start=2, tail=2)),
     "races": ((128, 192, 256), Tiling(blocks=1, start=2, stages=2, pairs=2, cluster=1)),
 }
+
+
+def error_of(kind: str, interpret=False) -> float:
+    """Distance to the oracle in roundoffs."""
+    shape, tiling = TILINGS[kind]
+    case = host(spec_of(*shape).case(1))
+    program = jax.jit(lambda arguments: mosaic_sm90.swiglu_product(**arguments, tiling=tiling, interpret=interpret))
+    got = np.asarray(program({name: jnp.asarray(array) for name, array in case.arguments.items()}))
+    (want,) = oracle.swiglu_product(**case.arguments)
+    return worst_error(got, want) / ROUNDOFF["bfloat16"]
 
 
 def interpret(kind: str) -> None:
     """What the child process does: few blocks, so that each has several tiles and every stage is refilled."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    shape, tiling = TILINGS[kind]
-    case = host(spec_of(*shape).case(1))
-    parameters = plgpu.InterpretGPUParams(detect_races=kind == "races")
-    program = jax.jit(lambda arguments: mosaic_sm90.swiglu_product(**arguments, tiling=tiling, interpret=parameters))
-    got = np.asarray(program({name: jnp.asarray(array) for name, array in case.arguments.items()}))
-    (want,) = oracle.swiglu_product(**case.arguments)
-    assert worst_error(got, want) < 2 * 2.0**-9
+    assert error_of(kind, plgpu.InterpretGPUParams(detect_races="races" in kind)) < 2
     print("interpreted", kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", TILINGS)
+def test_tilings_on_a_gpu(kind):
+    if NAME not in implementations(OP):
+        pytest.skip("declined: not on this GPU")
+    assert error_of(kind) < 2
 
 
 @pytest.mark.host
