@@ -464,6 +464,7 @@ def main(
     *,
     program: str = "python -m pallas_kernels.bench",
     peer: Callable[[Spec], tuple[str, float] | None] | None = None,
+    check: Callable[[Sequence[Spec]], None] | None = None,
 ) -> int:
     """Command line; returns 1 if an output was wrong.
 
@@ -471,6 +472,7 @@ def main(
         argv: the flags; None takes the process's own.
         program: what was called, for the records.
         peer: another library's function for a spec: its name and microseconds, or None where there is none.
+        check: called with the chosen specs before anything is compiled; raises what makes the run pointless.
     """
     ops = [op.name for op in registry.all_ops()]
     parser = argparse.ArgumentParser(prog=program, description="Time the kernels.")
@@ -498,6 +500,8 @@ def main(
     ]
     if not chosen:
         parser.error(f"no spec matches --op={options.op} --spec={pattern}")
+    if check is not None:
+        check(chosen)
     command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
     ceilings = measure_ceilings(options.copy_bytes)
     settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
