@@ -53,13 +53,11 @@ def test_a_peer_that_no_spec_wants_may_be_missing(monkeypatch):
     bench_peers.check([DENSE, RAGGED])
 
 
-def test_a_peer_that_does_not_import_is_told(monkeypatch, capsys):
+def test_a_peer_that_does_not_import_is_told(monkeypatch):
     """It is there, but something that it needs is not."""
-    monkeypatch.setattr(bench_peers, "check", lambda specs: None)
     monkeypatch.setitem(sys.modules, "torch", None)
-    only(monkeypatch, "gdn_prefill", tiny_specs_of("gdn_prefill")["tiny1-ragged"])
-    assert bench_peers.main(["--tiny", "--op=gdn_prefill", *QUICK]) == 2
-    assert "error: flash-linear-attention cannot be timed without torch" in capsys.readouterr().err
+    with pytest.raises(bench_peers.MissingPeer, match="flash-linear-attention cannot be timed without torch"):
+        bench_peers.flash_linear_attention(tiny_specs_of("gdn_prefill")["tiny1-ragged"])
 
 
 def test_the_dense_peer_runs_on_a_specs_shapes():
