@@ -16,17 +16,9 @@ from qwen35_jax.errors import UserInputError
 from qwen35_jax.steps import ResultRows
 from schedulers import BucketLadder
 from scripts import profile_step
-from tests.engine_kit import MODEL, kit
+from tests.engine_kit import MODEL
 
 GPU = {"max_num_seqs": 8, "max_num_batched_tokens": 8192, "max_model_len": 135_168}
-
-
-@pytest.fixture
-def engine():
-    engine = kit("off").engine()
-    yield engine
-    if hasattr(engine, "_programs"):
-        engine.close()
 
 
 def test_chunks_are_those_of_one_request(engine):

@@ -24,14 +24,6 @@ JOBS = [Job("a", tuple(range(20, 90)), GREEDY), Job("b", tuple(range(300, 310)),
 QUICK = {"warm_up": 1, "dispatches": 2, "repeats": 2}
 
 
-@pytest.fixture
-def engine():
-    engine = kit("off").engine()
-    yield engine
-    if hasattr(engine, "_programs"):
-        engine.close()
-
-
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
