@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import fnmatch
@@ -22,8 +23,10 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -425,10 +428,21 @@ def result(
 
 
 def write_records(path: str, records: Sequence[dict[str, Any]]) -> None:
-    """Write a results file, replacing what is there."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(list(records), file, indent=1)
-        file.write("\n")
+    """Write a results file, replacing what is there: at any moment the file is the old one or the new one, whole."""
+    text = json.dumps(list(records), indent=1) + "\n"
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _say(line: str) -> None:
@@ -464,6 +478,7 @@ def main(
     *,
     program: str = "python -m pallas_kernels.bench",
     peer: Callable[[Spec], tuple[str, float] | None] | None = None,
+    check: Callable[[Sequence[Spec]], None] | None = None,
 ) -> int:
     """Command line; returns 1 if an output was wrong.
 
@@ -471,6 +486,7 @@ def main(
         argv: the flags; None takes the process's own.
         program: what was called, for the records.
         peer: another library's function for a spec: its name and microseconds, or None where there is none.
+        check: called with the chosen specs before anything is compiled; raises what makes the run pointless.
     """
     ops = [op.name for op in registry.all_ops()]
     parser = argparse.ArgumentParser(prog=program, description="Time the kernels.")
@@ -498,10 +514,18 @@ def main(
     ]
     if not chosen:
         parser.error(f"no spec matches --op={options.op} --spec={pattern}")
+    if check is not None:
+        check(chosen)
     command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
     ceilings = measure_ceilings(options.copy_bytes)
     settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
-    measurements = []
+    measurements: list[Measurement] = []
+
+    def keep() -> None:
+        """A run that is cut keeps what it has."""
+        if options.output:
+            write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])
+
     # All is compiled before anything is timed: trying products on the device while another program is being timed
     # would disturb it.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -532,12 +556,11 @@ def main(
     while prepared:
         ready = prepared.pop(0)  # its data is freed with it
         _say(f"timing {ready.spec.op}/{ready.spec.name}, {len(prepared)} to come")
-        measurement = measure(ready, dispatches=options.dispatches, samples=options.samples)
-        if peer is not None:
-            measurement = dataclasses.replace(measurement, peer=peer(ready.spec))
-        measurements.append(measurement)
-        if options.output:  # a run that is cut keeps what it has
-            write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])
+        measurements.append(measure(ready, dispatches=options.dispatches, samples=options.samples))
+        keep()
+        if peer is not None:  # it may fail
+            measurements[-1] = dataclasses.replace(measurements[-1], peer=peer(ready.spec))
+            keep()
     print(f"{jax.devices()[0].device_kind}: copy {ceilings.measured_bytes_per_s / 1e12:.3f} TB/s in this run")
     print(table(measurements, ceilings))
     return 1 if any(item.checks["first_mismatch"] for item in measurements) else 0

@@ -13,6 +13,7 @@ Flags are those of ``python -m pallas_kernels.bench``; records get ``peer_us``. 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import statistics
 import sys
 import time
@@ -32,10 +33,24 @@ from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSp
 from pallas_kernels.spec import Spec  # noqa: E402
 
 _CALLS, _SAMPLES = 20, 5
+FLASH_LINEAR_ATTENTION = {"torch": "torch", "einops": "einops", "fla": "fla-core"}
+"""Modules of that peer and the packages that have them."""
 
 
 class MissingPeer(ImportError):
     """A library that was to be timed is not here; the message names it."""
+
+
+def check(specs: Sequence[Spec]) -> None:
+    """Look for the libraries that specs need, without importing them: what is timed first must not run beside them.
+
+    Raises:
+        MissingPeer: one is not installed.
+    """
+    if any(isinstance(spec, GdnPrefillSpec) for spec in specs):
+        for module, package in FLASH_LINEAR_ATTENTION.items():
+            if importlib.util.find_spec(module) is None:
+                raise MissingPeer(f"flash-linear-attention cannot be timed without {module} (package {package})")
 
 
 def measure(spec: Spec) -> tuple[str, float] | None:
@@ -134,7 +149,7 @@ def _middle(several: Callable[[], Any], calls: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """The kernels' bench with its peers; 2 if one of them is not here."""
     try:
-        return bench.main(argv, program="python scripts/bench_peers.py", peer=measure)
+        return bench.main(argv, program="python scripts/bench_peers.py", peer=measure, check=check)
     except MissingPeer as missing:
         print(f"error: {missing}", file=sys.stderr)
         return 2

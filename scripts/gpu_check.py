@@ -9,7 +9,8 @@ figures; whatever was not checked is named. The sections:
   kernels   the conformance suite of pallas_kernels, several processes at once
   goldens   miniatures against the float64 oracle: bfloat16 no farther than 1.25 x transformers' own bfloat16, float32
             through the chosen kernels and through the references
-  batching  a real-size model with random weights: rows in company against the same tokens given to one row alone
+  batching  a real-size model with random weights: rows in company, and prompts in steps of 2048 tokens, against the
+            same tokens given to one row alone
   overlap   the overlap modes against off: float32 miniatures token for token, the real-size model in that distance
   job       300 lines of mixed options: each answered once, no compiles after warm-up, memory against the plan, resume
   nan       a row that turns into NaN fails alone, its neighbours keep every bit

@@ -28,7 +28,7 @@ import numpy as np
 
 from qwen35_jax import runtime
 from qwen35_jax.bench import cells, floors, long_prompt, steps
-from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, launches_of, part_of
+from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, kernel_list, launches_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
 from qwen35_jax.bench.records import Record, append_records, make_record
 from qwen35_jax.bench.steps import StepCheck, StepLoad, StepTime
@@ -186,6 +186,8 @@ def check_long_prompt(tokens: int, config: EngineConfig) -> None:
             f"--long_prompt must be more than one chunk of --max_num_batched_tokens={config.max_num_batched_tokens}, "
             f"got {tokens}"
         )
+    if tokens:
+        long_prompt.check_chunk(config.max_num_batched_tokens)
     if config.max_model_len is not None and tokens > config.max_model_len:
         raise UserInputError(f"--long_prompt must fit into --max_model_len={config.max_model_len}, got {tokens}")
 
@@ -253,16 +255,19 @@ def measure(
 
 def profiled(engine: Engine, step: Measured, number: int, directory: pathlib.Path | None) -> Measured:
     """The step with a trace of so many of it; ``directory`` keeps the profiler's files and a list of kernels."""
-    name = re.sub("[/@]", "-", step.cell)
-    where = None if directory is None else str(directory / name)
+    files = files_of(directory, step.cell)
     try:
-        trace = steps.trace_step(engine, step.load, dispatches=number, directory=where)
+        trace = steps.trace_step(engine, step.load, dispatches=number, directory=files and str(files))
     except RuntimeError as error:  # the times are there and stay
         trace = DeviceTrace((), f"profiling failed: {error}")
-    step = dataclasses.replace(step, trace=trace, traced=number)
-    if directory is not None and step.busy_ms is not None:
-        (directory / f"{name}.tsv").write_text(kernel_list(step), encoding="utf-8")
-    return step
+    if files is not None and trace.events:
+        files.with_name(f"{files.name}.tsv").write_text(kernel_list(trace, number), encoding="utf-8")
+    return dataclasses.replace(step, trace=trace, traced=number)
+
+
+def files_of(directory: pathlib.Path | None, cell: str) -> pathlib.Path | None:
+    """Where the profiler's files of a cell stay, None if nowhere; with ``.tsv`` behind it, its list of kernels."""
+    return None if directory is None else directory / re.sub("[/@]", "-", cell)
 
 
 def checks_of(measured: Measured, others: Sequence[Measured]) -> dict[str, Any]:
@@ -376,17 +381,6 @@ def table(measured: Measured, top: int) -> str:
     return "\n".join(lines)
 
 
-def kernel_list(measured: Measured) -> str:
-    """Every kernel of the first traced step in order: start, length, part, scope, name; tabs between them."""
-    assert measured.trace is not None
-    events = measured.trace.events[: len(measured.trace.events) // max(1, measured.traced)]
-    first = events[0].start_ns if events else 0
-    return "".join(
-        f"{(e.start_ns - first) * 1e-3:.1f}\t{e.duration_ns * 1e-3:.2f}\t{part_of(e)}\t{e.scope}\t{e.name}\n"
-        for e in events
-    )
-
-
 def draw(path: pathlib.Path, title: str, found: Sequence[Measured]) -> None:
     """A bar a step, its groups end to end, the floor as a mark; each bar is scaled to its own step.
 
@@ -448,7 +442,7 @@ def flags() -> CommandLine:
     line.group("Output")
     line.define("str", "results", None, "Results file to append the records to.")
     line.define("str", "picture", None, "PNG to draw.")
-    line.define("str", "trace_dir", None, "Directory that keeps the profiler's files and the list of kernels.")
+    line.define("str", "trace_dir", None, "Directory that keeps the profiler's files and lists of kernels, one a cell.")
     line.define("int", "top", 12, "Longest kernels to print for each step.")
     line.define_engine()
     return line
@@ -461,6 +455,8 @@ def _run(line: CommandLine) -> int:
         raise UserInputError(f"--variant must be one of {', '.join(VARIANTS)}, got {line.variant!r}")
     if line.profiled_steps < 0 or line.context < 1 or line.long_prompt < 0:
         raise UserInputError("--profiled_steps and --long_prompt must not be negative and --context at least 1")
+    if line.trace_dir and not line.profiled_steps:
+        raise UserInputError("--trace_dir keeps what the profiler saw, and --profiled_steps=0 leaves that out")
     if line.repeats < 1 or line.dispatches < 1:
         raise UserInputError(f"--repeats and --dispatches must be at least 1, got {line.repeats} and {line.dispatches}")
     options = line.engine_options() | {"load_format": "random", "skip_tokenizer_init": True}
@@ -483,14 +479,15 @@ def _run(line: CommandLine) -> int:
         with_floor = engine.programs.device.device_kind == FLOOR_DEVICE
         whole = long_prompt.measure(engine, model, line.preset.lower(), line.long_prompt, with_floor=with_floor, **how)
     # Only now: a profiler that has been on once may leave the process slower.
+    directory = pathlib.Path(line.trace_dir) if line.trace_dir else None
     if line.profiled_steps:
-        directory = pathlib.Path(line.trace_dir) if line.trace_dir else None
         found = [profiled(engine, step, line.profiled_steps, directory) for step in found]
     print("\n\n".join(table(step, line.top) for step in found))
     records = [record_of(engine, step, found, line.variant) for step in found]
     if whole is not None:
         if line.profiled_steps:
-            whole = long_prompt.profiled(engine, whole, line.profiled_steps, line.variant)
+            files = files_of(directory, whole.cell)
+            whole = long_prompt.profiled(engine, whole, line.profiled_steps, line.variant, files=files)
         records.append(whole)
         print(long_prompt.describe(whole))
     for record in records:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from unittest import mock
 
 import pytest
 
@@ -35,11 +36,28 @@ def test_a_peer_stands_in_the_record(tmp_path, monkeypatch, capsys):
     assert "cuDNN, dense 12.5 us" in capsys.readouterr().out
 
 
-def test_a_peer_that_is_not_here_is_told(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+@pytest.mark.parametrize(("module", "package"), bench_peers.FLASH_LINEAR_ATTENTION.items())
+def test_a_peer_that_is_not_here_is_told_before_anything_runs(monkeypatch, capsys, module, package):
+    for name in bench_peers.FLASH_LINEAR_ATTENTION:  # None: as if it were not installed
+        monkeypatch.setitem(sys.modules, name, None if name == module else mock.Mock(__spec__=object()))
+    monkeypatch.setattr(bench, "measure_ceilings", mock.Mock(side_effect=AssertionError("already under way")))
     only(monkeypatch, "gdn_prefill", tiny_specs_of("gdn_prefill")["tiny1-ragged"])
     assert bench_peers.main(["--tiny", "--op=gdn_prefill", *QUICK]) == 2
-    assert "error: flash-linear-attention cannot be timed without torch" in capsys.readouterr().err
+    message = f"error: flash-linear-attention cannot be timed without {module} (package {package})"
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_no_spec_wants_may_be_missing(monkeypatch):
+    for name in bench_peers.FLASH_LINEAR_ATTENTION:
+        monkeypatch.setitem(sys.modules, name, None)
+    bench_peers.check([DENSE, RAGGED])
+
+
+def test_a_peer_that_does_not_import_is_told(monkeypatch):
+    """It is there, but something that it needs is not."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(bench_peers.MissingPeer, match="flash-linear-attention cannot be timed without torch"):
+        bench_peers.flash_linear_attention(tiny_specs_of("gdn_prefill")["tiny1-ragged"])
 
 
 def test_the_dense_peer_runs_on_a_specs_shapes():

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -336,6 +337,15 @@ def test_the_judge_agrees_with_the_oracle(tmp_path):
         np.testing.assert_allclose(found.margins, ordered[:, -1] - ordered[:, -2], atol=1e-3)
 
 
+def test_large_steps_are_those_of_the_fused_product():
+    """On a Hopper, for the model that gpu_check takes: its own steps are smaller than what the kernel is chosen for."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    config = ModelConfig.preset("4b")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        kernels = [answers.swiglu_kernel(config, "bfloat16", tokens) for tokens in (answers.LARGE_STEP, 512)]
+    assert kernels == ["mosaic_sm90", "reference"]
+
+
 def test_distances_and_differences():
     found = [np.zeros((2, 1 + rig.TOP)), np.zeros((1, 1 + rig.TOP))]
     wanted = [np.full((2, 1 + rig.TOP), 0.5), np.full((1, 1 + rig.TOP), -1.0)]
@@ -446,12 +456,16 @@ def test_the_sections_over_one_rig(section, monkeypatch):
     assert made.plan.weights == sum(x.nbytes for x in made.programs.params)
     batched = answers.Batched(made, 10, exact=False)
     answers.batching(section, batched, solo_rows=1)
+    answers.large_steps(section, batched)
     answers.overlap_bfloat16(section, batched, "stream")
     answers.nan_containment(section, made)
     assert section.passed, [str(check) for check in section.checks if not check.passed]
     skipped = {what for what, _ in section.skipped}
-    assert skipped == {"33 live rows", "2 layers: distance to float32"}
+    large = f"2 layers, steps of {answers.LARGE_STEP} tokens"
+    assert skipped == {"33 live rows", "2 layers: distance to float32", f"{large}: a fused swiglu_product"}
+    assert section.numbers[f"{large}: swiglu_product"] == "reference"
     figures = {check.name: check.value for check in section.checks}
+    assert 0 < figures[f"{large}: p99 |delta logprob|"] < 1e-4
     assert 0 < figures["2 layers, 10 rows: p99 |delta logprob|"] < 1e-4
     assert figures["2 layers, solo and batched: widest margin at a first difference"] == 0
     with pytest.raises(ValueError, match="no programs for overlap 'device'"):

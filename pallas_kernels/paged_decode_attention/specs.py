@@ -87,6 +87,8 @@ REAL_SPECS = tuple(
         ("256x1k", (1024,) * 256),
         ("8x32k", (32768,) * 8),
         ("1x128k", (131072,)),
+        ("1x128k-of-256", (131072, *(0,) * 255)),  # of the last layer of a prefill: its requests are mostly absent
+        ("1x128k-255x1k", (131072, *(1024,) * 255)),
     )
 )
 TINY_SPECS = tuple(

@@ -3,8 +3,10 @@
 The op reads each key and value once and does little with them, so what counts is bytes in flight on every SM. A program
 takes one row, one key/value head and one share of the row's pages; its group of query heads (padded to the 16 rows of
 the tensor cores' smallest product) reads the keys together. The number of shares is static, from the batch and the
-width of the page table: enough programs to fill the GPU, each row divided by its own length. With one share the program
-gates and stores the result itself; with more, a second kernel weighs the shares by their running maxima.
+width of the page table: enough programs to fill the GPU if all rows are equally long, each row divided by its own
+length, and so many more that no share is longer than a limit. Those are for a long row among short or absent ones,
+which the others' programs do not help; what has no pages ends at once. With one share the program gates and stores the
+result itself; with more, a second kernel weighs the shares by their running maxima.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ from pallas_kernels.gpu_support import full_float32, require, require_nvidia, we
 
 _ROWS = 16  # rows of a product; a group of query heads fills 4 to 16 of them
 _PAGES_PER_SHARE = 2  # a share below this costs more to combine than it saves
+_LONGEST = 128  # pages of a share at the most: tuning measures rows that are equally long, which this is not for
 _LOWEST = -1e30  # start of running maxima: finite, so that no difference is NaN
 _LOG2_E = math.log2(math.e)
 
@@ -93,6 +97,7 @@ def paged_decode_attention(
     *,
     first_gate,
     shares: int | None = None,
+    longest: int = _LONGEST,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -103,7 +108,9 @@ def paged_decode_attention(
     if tiling is None:
         key = tuning_key({"q": q, "kv_pool": kv_pool, "page_table": page_table})
         tiling = tuned.settings(default_tiling(q.dtype), "paged_decode_attention", "triton", key)
-    shares = shares or num_shares(rows, num_kv_heads, page_table.shape[1], tiling.programs)
+    split = shares or num_shares(rows, num_kv_heads, page_table.shape[1], tiling.programs)
+    shares = max(split, -(-page_table.shape[1] // longest))
+    share_of = functools.partial(_share_of, split=split, longest=longest)
     grouped = (rows, num_kv_heads, group, head_dim)
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -125,7 +132,9 @@ def paged_decode_attention(
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
         ]
     result = pl.pallas_call(
-        functools.partial(_attend, group=group, shares=shares, keys=tiling.keys, first_gate=first_gate),
+        functools.partial(
+            _attend, group=group, shares=shares, share_of=share_of, keys=tiling.keys, first_gate=first_gate
+        ),
         grid=(rows, num_kv_heads, shares),
         in_specs=[heads, all_gates, whole, whole, table, whole],
         out_specs=out_specs,
@@ -144,7 +153,7 @@ def paged_decode_attention(
     one_head = pl.BlockSpec((None, None, head_dim), lambda row, head: (row, head, 0))
     its_gate = pl.BlockSpec((None, None, head_dim), lambda row, head: (row, first_gate + head, 0))
     return pl.pallas_call(
-        functools.partial(_combine, shares=shares),
+        functools.partial(_combine, share_of=share_of, page_size=kv_pool.shape[4]),
         grid=(rows, num_heads),
         in_specs=[all_shares, their_scalars, their_scalars, its_gate, whole],
         out_specs=one_head,
@@ -155,11 +164,14 @@ def paged_decode_attention(
     )(acc, top, norm, gates, kv_lens)
 
 
-def _share_of(kv_len, share, shares: int, page_size: int):
-    """First page of a share and the page past its last; empty shares come last."""
+def _share_of(kv_len, share, page_size: int, *, split: int, longest: int):
+    """First page of a share, the page past its last, and how many shares of the row have pages; they come first.
+
+    A row is divided into ``split`` shares, and into more if those were longer than ``longest`` pages.
+    """
     pages = (kv_len + page_size - 1) // page_size
-    each = jnp.maximum((pages + shares - 1) // shares, _PAGES_PER_SHARE) if shares > 1 else pages
-    return jnp.minimum(share * each, pages), jnp.minimum((share + 1) * each, pages)
+    each = jnp.clip((pages + split - 1) // split, _PAGES_PER_SHARE, longest)
+    return jnp.minimum(share * each, pages), jnp.minimum((share + 1) * each, pages), (pages + each - 1) // each
 
 
 def _attend(
@@ -172,6 +184,7 @@ def _attend(
     *out_refs,
     group: int,
     shares: int,
+    share_of: Callable,
     keys: int,
     first_gate: int,
 ):
@@ -180,7 +193,7 @@ def _attend(
     page_size, head_dim = pool_ref.shape[4:]
     kv_len, layer = kv_lens_ref[row], layer_ref[0]
     steps = page_size // keys
-    begin, end = _share_of(kv_len, share, shares, page_size)
+    begin, end, _ = share_of(kv_len, share, page_size)
     live = (jnp.arange(_ROWS) < group)[:, None]
     precision, scale = full_float32(q_ref.dtype), head_dim**-0.5 * _LOG2_E
     q = plgpu.load(q_ref, mask=jnp.broadcast_to(live, (_ROWS, head_dim)), other=0.0)
@@ -218,15 +231,18 @@ def _attend(
         plgpu.store(out_refs[0], jnp.where(kv_len > 0, gated, 0.0).astype(out_refs[0].dtype), mask=rows)
     else:
         acc_ref, top_ref, norm_ref = out_refs
-        plgpu.store(acc_ref, acc, mask=rows)
-        plgpu.store(top_ref, top, mask=jnp.arange(_ROWS) < group)
-        plgpu.store(norm_ref, norm, mask=jnp.arange(_ROWS) < group)
+        # A share without pages leaves nothing: nobody reads it, and most may be such.
+        some = begin < end
+        plgpu.store(acc_ref, acc, mask=rows & some)
+        plgpu.store(top_ref, top, mask=(jnp.arange(_ROWS) < group) & some)
+        plgpu.store(norm_ref, norm, mask=(jnp.arange(_ROWS) < group) & some)
 
 
-def _combine(acc_ref, top_ref, norm_ref, gate_ref, kv_lens_ref, out_ref, *, shares: int):
-    """Weigh the shares of a row and a query head; empty shares have norm 0 and the lowest maximum."""
+def _combine(acc_ref, top_ref, norm_ref, gate_ref, kv_lens_ref, out_ref, *, share_of: Callable, page_size: int):
+    """Weigh the shares of a row and a query head."""
     kv_len = kv_lens_ref[pl.program_id(0)]
-    padded, head_dim = acc_ref.shape
+    _, _, shares = share_of(kv_len, 0, page_size)
+    head_dim = acc_ref.shape[1]
     live = jnp.arange(top_ref.shape[0], dtype=jnp.int32) < shares
     top = jnp.max(plgpu.load(top_ref, mask=live, other=_LOWEST))
 
@@ -241,6 +257,6 @@ def _combine(acc_ref, top_ref, norm_ref, gate_ref, kv_lens_ref, out_ref, *, shar
         return norm + jnp.sum(weights * norms), acc + jnp.sum(weights[:, None] * parts, axis=0)
 
     start = jnp.float32(0), jnp.zeros((head_dim,), jnp.float32)
-    norm, acc = lax.fori_loop(0, padded // _ROWS, some_shares, start)
+    norm, acc = lax.fori_loop(0, pl.cdiv(shares, _ROWS), some_shares, start)
     gated = acc / norm * lax.logistic(gate_ref[...].astype(jnp.float32))
     out_ref[...] = jnp.where(kv_len > 0, gated, 0.0).astype(out_ref.dtype)

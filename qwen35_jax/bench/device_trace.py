@@ -340,6 +340,16 @@ def _kernel_name(instruction: str) -> str:
     return re.sub(r"\W", "_", instruction)
 
 
+def kernel_list(trace: DeviceTrace, steps: int) -> str:
+    """Every kernel of the first of ``steps`` steps in order: start, length, part, scope, name; tabs between them."""
+    events = trace.events[: len(trace.events) // max(1, steps)]
+    first = events[0].start_ns if events else 0
+    return "".join(
+        f"{(e.start_ns - first) * 1e-3:.1f}\t{e.duration_ns * 1e-3:.2f}\t{part_of(e)}\t{e.scope}\t{e.name}\n"
+        for e in events
+    )
+
+
 def profile(
     function: Callable[[], Any],
     directory: str | pathlib.Path | None = None,

@@ -12,6 +12,7 @@ rule of :mod:`~qwen35_jax.bench.checks`.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ import numpy as np
 from qwen35_jax.bench import cells, steps
 from qwen35_jax.bench.checks import BF16_MARGIN
 from qwen35_jax.bench.clocks import Clocks, reader
+from qwen35_jax.bench.device_trace import kernel_list
 from qwen35_jax.bench.floors import chunk_floors_s
 from qwen35_jax.bench.known import chunk_floors_ms
 from qwen35_jax.bench.records import Record, make_record
@@ -70,8 +72,17 @@ class End:
 
 
 def check_chunk(chunk: int) -> int:
-    """Size of the chunks of the other way: half, on the grid."""
-    return max(PAGE_SIZE, chunk // 2 // PAGE_SIZE * PAGE_SIZE)
+    """Size of the chunks of the other way: half, on the grid.
+
+    Raises:
+        UserInputError: the chunks are the smallest there are: nothing smaller could be compared with them.
+    """
+    if chunk < 2 * PAGE_SIZE:
+        raise UserInputError(
+            f"a long prompt in chunks of {chunk} tokens has no smaller ones to be compared with: "
+            f"--max_num_batched_tokens must be at least {2 * PAGE_SIZE}"
+        )
+    return chunk // 2 // PAGE_SIZE * PAGE_SIZE
 
 
 def keys_of(ladder: BucketLadder, tokens: int, chunk: int, variant: Variant) -> tuple[ProgramKey, ...]:
@@ -193,7 +204,8 @@ def measure(
         with_floor: whether the device is the one whose ceilings are known.
 
     Raises:
-        UserInputError: a program is missing, the pools are too small, or the engine has work.
+        UserInputError: a program is missing, the pools are too small, the engine has work, or its chunks are too small
+            (see :func:`check_chunk`).
     """
     chunk = engine.scheduler.config.max_num_batched_tokens
     if repeats < 1 or tokens <= chunk:
@@ -264,7 +276,14 @@ def describe(record: Record) -> str:
     return "\n".join(lines)
 
 
-def profiled(engine: Engine, record: Record, number: int, variant: Variant = "greedy") -> Record:
+def profiled(
+    engine: Engine,
+    record: Record,
+    number: int,
+    variant: Variant = "greedy",
+    *,
+    files: pathlib.Path | None = None,
+) -> Record:
     """A record with the parts of its last chunk, as those of a step; without them where the profiler saw no kernels.
 
     Args:
@@ -272,16 +291,20 @@ def profiled(engine: Engine, record: Record, number: int, variant: Variant = "gr
         record: of :func:`measure`.
         number: times that the last chunk runs under the profiler.
         variant: as for :func:`measure`.
+        files: directory in which the profiler's files stay, and beside it, with ``.tsv`` behind its name, the list of
+            the chunk's kernels; None keeps nothing.
     """
     chunks = record.settings["chunks"]
     load = steps.chunk_loads(engine, sum(length for _, length in chunks), chunks[0][1], variant)[-1]
     steps.fill_pools(engine, load)
     try:
-        trace = steps.trace_step(engine, load, dispatches=number)
+        trace = steps.trace_step(engine, load, dispatches=number, directory=files and str(files))
     except RuntimeError:  # the times are there and stay
         return record
     if not trace.events:
         return record
+    if files is not None:
+        files.with_name(f"{files.name}.tsv").write_text(kernel_list(trace, number), encoding="utf-8")
     busy_ms, step_ms = trace.busy_s * 1e3 / number, record.metrics["chunk_ms"][-1]
     last: dict[str, Any] = {
         "step_ms": step_ms,

@@ -124,7 +124,7 @@ def clocks(columns: Sequence[Column]) -> str:
     said = []
     for column in columns:
         found = column.record.metrics.get("clocks") or {}
-        if found:
+        if any("sm_clock_mhz" in figures for figures in found.values()):
             pair = " / ".join(number(found.get(when, {}).get("sm_clock_mhz")) for when in ("timed", "profiled"))
             said.append(f"{pair} ({column.title})")
     return f"SM clock while timed / profiled, MHz: {', '.join(said)}." if said else ""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from pallas_kernels import registry
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.sampling_params import SamplingParams
 from scripts.gpu_checks.report import Section
@@ -30,6 +31,7 @@ from tests.golden_kit import BF16_RATIO, MAX_LOGPROB_ERROR, family_bar
 
 LIVE_SIZES = (1, 2, 3, 5, 7, 33)
 MAX_TOKENS = 48
+LARGE_STEP = 2048  # tokens; from so many on "auto" takes a kernel that the rig's own steps have no use for
 GOLDEN_LAYERS = 4  # of the miniatures that transformers was run on
 # Around the 64-token grid, the first chunk's end and the page edges; longer than a step's budget at the end.
 LENGTHS = (1, 2, 3, 17, 33, 63, 64, 65, 100, 127, 128, 130, 200, 257, 300, 400, 511, 513, 700, 900)
@@ -140,7 +142,9 @@ class Batched:
         self.jobs = jobs_for(self.rig, self.rows)
         self.run = self.rig.run(self.jobs, self.mode)
         # All judges now, several at once: later runs are held to compile nothing.
-        self._judges = {"kernels": Judge(self.rig, max_tokens=MAX_TOKENS)}
+        # What a step of the judge is too large for must not be compared with itself, see large_steps.
+        kernels = f"swiglu_product={registry.REFERENCE}"
+        self._judges = {"kernels": Judge(self.rig, kernels=kernels, max_tokens=MAX_TOKENS)}
         if self.exact:
             self._judges["float32"] = Judge(self.rig, dtype="float32", kernels="reference", max_tokens=MAX_TOKENS)
         if self.exact and self.deep:
@@ -257,6 +261,46 @@ def batching(section: Section, batched: Batched, *, solo_rows: int) -> None:
     for name in ("top_mean", "top_p99"):
         ratio = getattr(company, name) / getattr(single, name)
         section.at_most(f"{depth}: batched / solo distance to float32, {name}", ratio, BF16_RATIO)
+
+
+def large_steps(section: Section, batched: Batched, *, tokens: int = LARGE_STEP) -> None:
+    """First tokens after prompts that share steps of many tokens, where "auto" fuses the MLP's first product.
+
+    The judge has a step for each row, and the reference of that product.
+
+    Args:
+        section: what to fill.
+        batched: whose model, judges and bar are used.
+        tokens: of a step.
+    """
+    rig, config = batched.rig, batched.rig.config
+    what = f"{config.num_layers} layers, steps of {tokens} tokens"
+    jobs = [
+        dataclasses.replace(job, params=dataclasses.replace(job.params, max_tokens=1))
+        for job in jobs_for(rig, batched.rows, seed=tokens, greedy_only=True)
+    ]
+    engine = rig.prefill_engine(tokens)
+    try:
+        submit_all(engine, jobs)
+        results, compiles = drain(engine), engine.compiles_after_warmup
+    finally:
+        engine.close()
+    ended_well(section, what, jobs, results, compiles)
+    hold_to_bar(section, what, results, batched.judge(jobs, results), batched.bar)
+    chosen = swiglu_kernel(config, rig.dtype, tokens)
+    section.number(f"{what}: swiglu_product", chosen)
+    if registry.current_target().compute_capability == "9.0" and rig.dtype == "bfloat16":
+        fused = chosen != registry.REFERENCE
+        section.equal(f"{what}: swiglu_product is a kernel of its own", fused, True, quiet=True)
+    else:
+        section.skip(f"{what}: a fused swiglu_product", f"{chosen} is chosen for {rig.dtype} on this device")
+
+
+def swiglu_kernel(config: ModelConfig, dtype: str, tokens: int) -> str:
+    """The implementation of ``swiglu_product`` that "auto" takes in a step of so many tokens."""
+    shapes = {"x": (tokens, config.hidden_size), "weight": (config.hidden_size, 2 * config.intermediate_size)}
+    arguments = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    return registry.get_op("swiglu_product").select(registry.AUTO, arguments).name
 
 
 def overlap_float32(section: Section, preset: str, *, num_devices: int) -> None:

@@ -25,6 +25,7 @@ from qwen35_jax.params import FlatParams, ParamPack
 from qwen35_jax.prefill_device import PrefillDevice
 from qwen35_jax.programs import CompileCounter, ProgramSet, init_device_state
 from qwen35_jax.progress import Progress
+from qwen35_jax.steps import ProgramKey
 from qwen35_jax.transfer import transfer_widths
 from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, Scheduler
@@ -192,6 +193,34 @@ class Rig:
             num_valid=self.num_valid,
             prefill_device=prefill_device,
             compiles=CompileCounter(),
+        )
+
+    def prefill_engine(self, tokens: int) -> Engine:
+        """An engine over the same weights with one program of its own: prompts in steps of ``tokens``, sampled in full.
+
+        It serves requests that end with their first token and ask for log-probabilities.
+        """
+        if self._first is not None:
+            self.first().close()
+        shapes = dataclasses.replace(self.shapes, max_num_batched_tokens=tokens)
+        width = pages_for(shapes.max_model_len)
+        options = dataclasses.replace(
+            self.options,
+            max_num_batched_tokens=tokens,
+            decode_overlap="off",
+            num_kv_pages=width * shapes.max_num_seqs,  # another engine's worth of memory is not needed
+        )
+        return loading.build_engine(
+            options.validate(),
+            self.config,
+            lambda device, kind: _params(self.config, kind, device),
+            eos_ids=self.config.eos_token_ids,
+            num_valid=self.num_valid,
+            progress=Progress(),
+            ladder=shapes.ladder(),
+            choose=lambda ladder: [
+                ProgramKey("prefill", ladder.pick("prefill", tokens=tokens, requests=1, width=width), 1, "full")
+            ],
         )
 
     def run(self, jobs: Sequence[Job], overlap: str | None = None, **changes) -> Run:

@@ -171,10 +171,12 @@ def run_engine(task: Task, results: Results) -> None:
 
     def run_batching(section: Section) -> None:
         answers.batching(section, batched(), solo_rows=options["solo_rows"])
+        cut = batched()
         if whole().config.num_layers > answers.GOLDEN_LAYERS:
             # As deep as the miniatures, as wide as the member: here the goldens' bar itself applies.
             cut = answers.Batched(make_rig(answers.GOLDEN_LAYERS), options["rows"], options["exact"])
             answers.batching(section, cut, solo_rows=options["solo_rows"])
+        answers.large_steps(section, cut)
 
     bodies: dict[str, Callable[[Section], None]] = {
         # The first engine's peak is the process's so far: the job comes before everything else.

@@ -44,6 +44,36 @@ def test_a_run_that_is_cut_keeps_what_it_has(tmp_path, monkeypatch):
     assert [record["cell"] for record in json.loads(output.read_text())] == [f"kernel/kv_write/{measured[0]}"]
 
 
+def test_a_peer_that_fails_leaves_the_kernels_own_time(tmp_path):
+    output = tmp_path / "kernels.json"
+
+    def peer(spec):
+        raise RuntimeError(f"no peer for {spec.name}")
+
+    with pytest.raises(RuntimeError, match="no peer for tiny1-"):
+        bench.main(["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK, f"--output={output}"], peer=peer)
+    (record,) = json.loads(output.read_text())
+    assert record["metrics"]["us"] > 0 and "peer_us" not in record["metrics"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
+def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch, step):
+    output = tmp_path / "kernels.json"
+    bench.write_records(str(output), [{"cell": "a"}])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.os, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.write_records(str(output), [{"cell": "a"}, {"cell": "b"}])
+    assert json.loads(output.read_text()) == [{"cell": "a"}] and list(tmp_path.iterdir()) == [output]
+    with pytest.raises(TypeError):
+        bench.write_records(str(output), [{"cell": object()}])
+    assert json.loads(output.read_text()) == [{"cell": "a"}] and list(tmp_path.iterdir()) == [output]
+
+
 def test_a_record(tmp_path, capsys):
     output = tmp_path / "kernels.json"
     arguments = [

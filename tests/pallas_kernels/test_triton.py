@@ -17,7 +17,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels.kv_write.specs import KvWriteSpec
 from pallas_kernels.paged_decode_attention.specs import PagedDecodeAttentionSpec
-from pallas_kernels.paged_decode_attention.triton import num_shares
+from pallas_kernels.paged_decode_attention.triton import _LONGEST, _share_of, num_shares
 from pallas_kernels.paged_prefill_attention.specs import PagedPrefillAttentionSpec
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
 from pallas_kernels.spec import REAL_MODELS, ModelShape, Spec, specs_of
@@ -100,6 +100,14 @@ INTERPRETED = (
     (KvWriteSpec(name="", model=SMALL, lengths=(2, 0, 5, 1), starts=(62, 0, 0, 300), num_pads=2, num_layers=2), {}),
     (PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(1, 0, 130), num_layers=2), {"shares": 1}),
     (PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(1, 0, 300), width=6, num_layers=2), {"shares": 3}),
+    (  # one long row in company that needs no shares; more of them than a tile of the second kernel
+        PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(65, 0, 2400, 1, 129), width=40),
+        {"shares": 1, "longest": 2},
+    ),
+    (
+        PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(0, 640, 65), width=12),
+        {"shares": 2, "longest": 3},
+    ),
     (
         PagedPrefillAttentionSpec(
             name="", model=SMALL, lengths=(5, 0, 37), prefixes=(70, 0, 0), num_pads=3, num_layers=2
@@ -134,6 +142,38 @@ def test_shares_fill_the_gpu_and_stay_within_the_table():
     assert num_shares(64, 4, 512) == 3
     assert num_shares(256, 4, 512) == 1
     assert num_shares(64, 4, 512, programs=1056) == 5
+
+
+def test_a_long_row_is_spread_whatever_its_company():
+    """256 rows, of which one has 128k tokens, another 1k and the others none: 16 programs a head instead of one."""
+    split = num_shares(256, 4, 2048)
+    assert split == 1
+    kv_lens, shares = np.array([131072, 1024, 65, 1, 0]), np.arange(2048 // _LONGEST)
+    how = {"page_size": 64, "split": split, "longest": _LONGEST}
+    begin, end, number = (np.asarray(x) for x in _share_of(kv_lens[:, None], shares, **how))
+    assert number.ravel().tolist() == [16, 1, 1, 1, 0], "a short row is still the work of one"
+    pages = np.maximum(end - begin, 0)
+    assert pages.sum(axis=1).tolist() == [2048, 16, 2, 1, 0] and pages.max() == 128
+    assert (begin[:, 1:] == end[:, :-1]).all()
+    # Where the batch alone gives shares, the limit changes nothing that is within it.
+    begin, end, number = _share_of(np.array([32768]), np.arange(8), 64, split=8, longest=128)
+    assert number.tolist() == [8] and (end - begin).tolist() == [64] * 8
+
+
+def test_absent_rows_beside_a_long_one_lower_for_an_h200():
+    arguments, options = abstract(PagedDecodeAttentionSpec(name="", model=REAL_MODELS["4b"], kv_lens=(3,)))
+    rows = {name: jax.ShapeDtypeStruct((256, *arguments[name].shape[1:]), jnp.bfloat16) for name in ("q", "gates")}
+    rows |= {
+        "page_table": jax.ShapeDtypeStruct((256, 2048), jnp.int32),
+        "kv_lens": jax.ShapeDtypeStruct((256,), "int32"),
+    }
+
+    def program(arguments):
+        return pallas_kernels.paged_decode_attention(**arguments, **options, implementation=NAME)
+
+    with jax.sharding.use_abstract_mesh(ON_H200):
+        text = jax.jit(program).trace(arguments | rows).lower(lowering_platforms=("cuda",)).as_text()
+    assert "grid_x = 256" in text and "grid_y = 4" in text and "grid_z = 16" in text, text[:3000]
 
 
 def test_declines_what_it_cannot_run():

@@ -17,13 +17,6 @@ from tests import engine_kit
 COMMAND = "qwen35-bench ..."
 
 
-@pytest.fixture
-def engine():
-    engine = engine_kit.kit("off").engine()
-    yield engine
-    engine.close()
-
-
 def measure(engine, spec, **options):
     options = CellOptions(**({"warm_up_requests": 2, "check_rows": 2} | options))
     return run_cell(engine, engine_kit.MODEL, spec, size="tiny-4b", options=options, command=COMMAND)

@@ -1,6 +1,7 @@
 """Clocks of a device, with readings by hand and a library by hand."""
 
 import ctypes
+import functools
 from unittest import mock
 
 import jax
@@ -70,6 +71,31 @@ def test_the_device_is_found_by_what_is_visible(monkeypatch, visible, asked):
         assert read is None
     else:
         assert nvml.asked == [asked] and read() == (1755.0, 698.5, True)
+
+
+def test_what_cannot_be_read_is_left_out_and_said_once(monkeypatch, caplog):
+    """The third reading has no clock, none has power, and the library does not know of reasons."""
+    nvml, codes = Nvml(), iter([0, 0, 15, 0])
+    clocks._tell.cache_clear()
+    monkeypatch.setattr(clocks.ctypes, "CDLL", lambda name: nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetClockInfo", lambda *arguments: next(codes) or clock_of(*arguments))
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda *_: 3)
+    monkeypatch.delattr(Nvml, "nvmlDeviceGetCurrentClocksThrottleReasons")
+    clock_of = functools.partial(Nvml.nvmlDeviceGetClockInfo, nvml)
+    read = reader(mock.Mock(platform="gpu", local_hardware_id=2))
+    seen = Clocks(None)
+    seen._readings[:] = [read() for _ in range(4)]
+    assert seen._readings == [(1755.0, None, None), (1755.0, None, None), (None, None, None), (1755.0, None, None)]
+    assert seen.figures == {"sm_clock_mhz": 1755.0, "readings": 3}
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "the driver does not tell the power (nvmlDeviceGetPowerUsage: NVML error 3)",
+        "the driver does not tell what holds the clock "
+        "(nvmlDeviceGetCurrentClocksThrottleReasons is not in the library)",
+        "the driver does not tell the SMs' clock (nvmlDeviceGetClockInfo: NVML error 15)",
+    ]
+    seen._readings[:] = [(None, None, None)] * 3
+    assert seen.figures == {}, "no field rather than a wrong one"
 
 
 def test_without_the_library_there_is_no_reader(monkeypatch):

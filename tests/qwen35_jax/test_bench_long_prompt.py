@@ -16,17 +16,9 @@ from qwen35_jax.errors import UserInputError
 from qwen35_jax.steps import ResultRows
 from schedulers import BucketLadder
 from scripts import profile_step
-from tests.engine_kit import MODEL, kit
+from tests.engine_kit import MODEL
 
 GPU = {"max_num_seqs": 8, "max_num_batched_tokens": 8192, "max_model_len": 135_168}
-
-
-@pytest.fixture
-def engine():
-    engine = kit("off").engine()
-    yield engine
-    if hasattr(engine, "_programs"):
-        engine.close()
 
 
 def test_chunks_are_those_of_one_request(engine):
@@ -135,6 +127,15 @@ def test_memory_is_flat_or_not():
     assert memory_metrics([]) == {}
 
 
+def test_chunks_that_have_no_smaller_ones_are_refused(engine, monkeypatch):
+    """The same chunks twice would be equal to themselves."""
+    assert [long_prompt.check_chunk(chunk) for chunk in (128, 192, 8192)] == [64, 64, 4096]
+    limits = dataclasses.replace(engine.scheduler.config, max_num_batched_tokens=64)
+    monkeypatch.setattr(engine.scheduler, "config", limits)
+    with pytest.raises(UserInputError, match="max_num_batched_tokens must be at least 128"):
+        long_prompt.measure(engine, MODEL, "tiny-4b", 256)
+
+
 def test_a_prompt_of_one_chunk_is_none(engine):
     with pytest.raises(UserInputError, match="more than one chunk of 256"):
         long_prompt.measure(engine, MODEL, "tiny-4b", 256)
@@ -151,11 +152,21 @@ def test_the_script_files_a_record(engine, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(engine.programs, "put", lambda arrays: jax.device_put(arrays))
     monkeypatch.setattr(profile_step, "make_engine", lambda *arguments: asked.append(arguments) or engine)
     monkeypatch.setattr(profile_step, "FLOOR_DEVICE", kind)
-    monkeypatch.setattr(steps, "trace_step", lambda *_, **__: DeviceTrace(events, clocks={"sm_clock_mhz": 1700.0}))
-    results = tmp_path / "r.json"
+
+    def trace_step(engine, load, *, dispatches, directory):
+        traced.append((load.start, dispatches, directory))
+        return DeviceTrace(events * dispatches, clocks={"sm_clock_mhz": 1700.0})
+
+    monkeypatch.setattr(steps, "trace_step", trace_step)
+    results, traces, traced = tmp_path / "r.json", tmp_path / "traces", []
     argv = ["profile_step.py", "--preset=tiny-4b", "--decode_rows=", "--prefill=", "--long_prompt=500"]
     argv += ["--repeats=3", "--max_num_batched_tokens=256"]
-    assert profile_step.main([*argv, "--profiled_steps=2", f"--results={results}"]) == 0
+    argv += ["--profiled_steps=2", f"--results={results}", f"--trace_dir={traces}"]
+    traces.mkdir()
+    assert profile_step.main(argv) == 0
+    name = "long-tiny-4b-500-fp32-chunk256"
+    assert traced == [(256, 2, str(traces / name))], "the last chunk"
+    assert (traces / f"{name}.tsv").read_text().count("gate_up\tjit(step)") == 1, "of one step"
     assert asked[0][2] == [] and asked[0][5] == 500
     (record,) = read_records(results)
     assert record.cell == "long/tiny-4b/500@fp32@chunk256"
@@ -168,7 +179,7 @@ def test_the_script_files_a_record(engine, monkeypatch, tmp_path, capsys):
     assert metrics["floor_ms"] == pytest.approx(floor)
     assert (metrics["peak_before_gib"], metrics["peak_first_chunk_gib"], metrics["peak_end_gib"]) == (1, 2, 2)
     assert metrics["memory_flat"]
-    assert metrics["last_chunk"]["parts"] == pytest.approx({"gate_up": 1.5e-3})
+    assert metrics["last_chunk"]["parts"] == pytest.approx({"gate_up": 3e-3})
     assert metrics["last_chunk"]["step_ms"] == metrics["chunk_ms"][-1]
     assert metrics["clocks"] == {"profiled": {"sm_clock_mhz": 1700.0}} and record.settings["profiled_steps"] == 2
     assert checks["equal_tokens"] == 1 and checks["first_mismatch"] is None and checks["margin_allowed"] == 0

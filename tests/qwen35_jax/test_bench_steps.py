@@ -24,14 +24,6 @@ JOBS = [Job("a", tuple(range(20, 90)), GREEDY), Job("b", tuple(range(300, 310)),
 QUICK = {"warm_up": 1, "dispatches": 2, "repeats": 2}
 
 
-@pytest.fixture
-def engine():
-    engine = kit("off").engine()
-    yield engine
-    if hasattr(engine, "_programs"):
-        engine.close()
-
-
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +317,12 @@ def test_flags_become_cells():
         (["--preset=tiny-4b", "--context=0"], "--context"),
         (["--preset=tiny-4b", "--long_prompt=-1"], "--long_prompt"),
         (["--preset=tiny-4b", "--long_prompt=64", "--max_num_batched_tokens=64"], "max_num_batched_tokens=64, got 64"),
+        (
+            ["--preset=tiny-4b", "--long_prompt=640", "--max_num_batched_tokens=64"],
+            "has no smaller ones",
+        ),
         (["--preset=tiny-4b", "--long_prompt=9000", "--max_model_len=8999"], "fit into --max_model_len=8999, got 9000"),
+        (["--preset=tiny-4b", "--trace_dir=t", "--profiled_steps=0"], "--trace_dir keeps what the profiler saw"),
         (["--preset=tiny-4b", "--repeats=0"], "--repeats"),
         (["--preset=tiny-4b", "--dispatches=0"], "--dispatches"),
         (["--preset=5b"], "5b"),
