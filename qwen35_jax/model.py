@@ -27,11 +27,11 @@ from qwen35_jax.errors import UserInputError
 from qwen35_jax.layers.attention import GatedAttention
 from qwen35_jax.layers.gated_delta_net import GatedDeltaNet
 from qwen35_jax.layers.inputs import Batch, DecodeInputs, PrefillInputs
-from qwen35_jax.layers.linear import unembed
+from qwen35_jax.layers.linear import unembed, whole
 from qwen35_jax.layers.mlp import MLP
 from qwen35_jax.layers.norm import rms_norm
 from qwen35_jax.layers.parameters import matrix, vector
-from qwen35_jax.shapes import Activations, Hidden, Logits, Vector
+from qwen35_jax.shapes import Activations, Delta, Hidden, Logits, Vector
 
 __all__ = ["DecodeInputs", "DecoderLayer", "ForwardOutput", "PrefillInputs", "Qwen35"]
 
@@ -82,13 +82,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, rngs=rngs, kernels=kernels, dtype=dtype)
 
     def __call__(
-        self, x: Activations, delta: Activations | None, batch: Batch, cache: Cache, *, last_rows: bool = False
-    ) -> tuple[Activations, Activations, Cache]:
+        self, x: Activations, delta: Delta | None, batch: Batch, cache: Cache, *, last_rows: bool = False
+    ) -> tuple[Activations, Delta, Cache]:
         """Advances the residual stream by one layer.
 
         Args:
             x: ``[M, D]``, the residual stream without the result of the layer before.
-            delta: ``[M, D]``, that result; None for the first layer.
+            delta: ``[M, D]``, that result, or parts of it; None for the first layer.
             batch: where the tokens belong.
             cache: the pools.
             last_rows: of the last layer: its states, keys and values are those of all tokens, but all behind them is
@@ -108,11 +108,11 @@ class DecoderLayer(nnx.Module):
             x = batch.last_rows(x) if last_rows else x
         with jax.named_scope("mlp"):
             x, h = add_norm(x, h, self.post_norm[...], self.eps, self.kernels)
-            return x, self.mlp(h), cache
+            return x, self.mlp(h, in_parts=batch.prefill is None), cache
 
 
 def add_norm(
-    x: Activations, delta: Activations | None, weight: Vector, eps: float, kernels: str
+    x: Activations, delta: Delta | None, weight: Vector, eps: float, kernels: str
 ) -> tuple[Activations, Activations]:
     """``x + delta`` (x alone without a delta) and its RMS norm."""
     if delta is None:
@@ -200,6 +200,7 @@ class Qwen35(nnx.Module):
             with jax.named_scope(f"layer_{index}"):
                 x, delta, cache = layer(x, delta, batch, cache, last_rows=last_rows)
             if layer_outputs:
+                delta = whole(delta, x.dtype)
                 collected.append(x + delta)
 
         with jax.named_scope("final_norm"):
@@ -224,7 +225,7 @@ class Qwen35(nnx.Module):
                 return unembed(hidden, self.embed[...], transposed=True)
             return unembed(hidden, self.lm_head[...], transposed=False)
 
-    def _normed(self, x: Activations, delta: Activations) -> Hidden:
+    def _normed(self, x: Activations, delta: Delta) -> Hidden:
         return add_norm(x, delta, self.final_norm[...], self.config.rms_norm_eps, self.kernels)[1]
 
 

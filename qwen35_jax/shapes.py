@@ -32,6 +32,9 @@ from jaxtyping import Bool, Float, Float32, Int32
 Activations = Float[Array, "M D"]
 """The residual stream, or a layer's input or output, in the activation dtype."""
 
+Delta = Activations | Float32[Array, "parts M D"]
+"""What is added to the residual stream: a layer's output, or parts of it that ``add_rms_norm`` sums."""
+
 Hidden = Float[Array, "R D"]
 """Final-normed hidden states, one row a request or a decode row."""
 

@@ -25,7 +25,8 @@ def add_rms_norm(
 
     Args:
         x: [M, D], the residual stream.
-        delta: [M, D], what is added to it; dtype of x.
+        delta: [M, D], what is added to it; dtype of x. Or its parts, f32[P, M, D], whose sum in their order is rounded
+            to the dtype of x first: what a product of few rows leaves whose inner dimension was cut in P.
         weight: f32[D], near 0.
         eps: added to the mean square.
         implementation: "auto" or a registered name.
@@ -39,8 +40,10 @@ def add_rms_norm(
         UnknownImplementation: no such implementation.
     """
     check = checks.ArgumentChecker(OP.name)
-    check.shape("x", x, ("M", "D")).shape("delta", delta, ("M", "D")).shape("weight", weight, ("D",))
-    check.dtype("x", x, checks.ACTIVATION_DTYPES).same_dtype(x=x, delta=delta)
+    in_parts = delta.ndim == 3
+    check.shape("x", x, ("M", "D")).shape("delta", delta, ("P", "M", "D") if in_parts else ("M", "D"))
+    check.shape("weight", weight, ("D",)).dtype("x", x, checks.ACTIVATION_DTYPES)
+    check.dtype("delta", delta, ("float32",)) if in_parts else check.same_dtype(x=x, delta=delta)
     check.dtype("weight", weight, ("float32",))
     arguments = {"x": x, "delta": delta, "weight": weight}
     options = {"eps": float(eps)}

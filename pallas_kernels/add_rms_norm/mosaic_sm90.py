@@ -1,9 +1,12 @@
 """``add_rms_norm`` on Hopper, Pallas Mosaic GPU: one warpgroup a row, the row in registers from the sum to the norm.
 
-XLA makes two kernels of it, one that adds and one that norms, since both results are wanted.
+XLA makes two kernels of it, one that adds and one that norms, since both results are wanted. A delta in parts is summed
+here, in their order: the product that left them needs no kernel for that.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +32,19 @@ def supports(target, arguments) -> None:
 def add_rms_norm(x, delta, weight, *, eps, interpret=False) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.add_rms_norm`."""
     rows, width = x.shape
-    numbers = THREAD_BYTES // jnp.dtype(x.dtype).itemsize
+    numbers = THREAD_BYTES // jnp.dtype(delta.dtype).itemsize  # float32 if it is in parts
     while (width // THREADS) % numbers:
         numbers //= 2
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=numbers)
 
     def body(x_ref, delta_ref, weight_ref, total_ref, normed_ref):
         row = lax.axis_index("row")
-        loaded = [plgpu.load(ref.at[row], layout=layout) for ref in (x_ref, delta_ref)]
+        places = [(row,)] if delta.ndim == 2 else [(part, row) for part in range(delta.shape[0])]
+        before = plgpu.load(x_ref.at[row], layout=layout)
+        parts = [plgpu.load(delta_ref.at[place], layout=layout) for place in places]
         scale = 1.0 + plgpu.load(weight_ref, layout=layout)
-        total = (loaded[0].astype(jnp.float32) + loaded[1].astype(jnp.float32)).astype(x.dtype)
+        added = functools.reduce(jnp.add, parts).astype(x.dtype)
+        total = (before.astype(jnp.float32) + added.astype(jnp.float32)).astype(x.dtype)
         total_ref[row] = total
         wide = total.astype(jnp.float32)
         factor = lax.rsqrt(jnp.sum(wide * wide) * (1 / width) + eps)

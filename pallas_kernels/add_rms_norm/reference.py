@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -10,5 +12,7 @@ from pallas_kernels.numerics import rms_normalize, round_to
 
 def add_rms_norm(x, delta, weight, *, eps) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.add_rms_norm`."""
+    if delta.ndim == 3:
+        delta = functools.reduce(jnp.add, list(delta)).astype(x.dtype)
     total = round_to(x.astype(jnp.float32) + delta.astype(jnp.float32), x.dtype)
     return total.astype(x.dtype), (rms_normalize(total, eps) * (1.0 + weight)).astype(x.dtype)

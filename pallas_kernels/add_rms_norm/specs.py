@@ -14,6 +14,7 @@ class AddRmsNormSpec(Spec):
 
     Attributes:
         num_tokens: M.
+        num_parts: P of a delta in parts; 0 for one that is not.
     """
 
     op: ClassVar[str] = "add_rms_norm"
@@ -22,6 +23,7 @@ class AddRmsNormSpec(Spec):
     chained: ClassVar[str] = "x"
 
     num_tokens: int
+    num_parts: int = 0
 
     def case(self, seed: int = 0, *, poison: bool = False) -> Case:
         """See :meth:`Spec.case`; nothing here must not be read."""
@@ -29,14 +31,17 @@ class AddRmsNormSpec(Spec):
         draw, shape = Draw(seed), (self.num_tokens, self.model.hidden_size)
         arguments = {
             "x": draw.normal(shape, self.dtype),
-            "delta": draw.normal(shape, self.dtype, 0.3),
+            "delta": draw.normal((self.num_parts, *shape), "float32", 0.1)
+            if self.num_parts
+            else draw.normal(shape, self.dtype, 0.3),
             "weight": draw.normal(shape[1:], "float32", 0.1),
         }
         return Case(arguments, {"eps": 1e-6})
 
     def compulsory_bytes(self) -> int:
-        """Two rows in and two out a token; the weight once."""
-        return (4 * self.itemsize * self.num_tokens + 4) * self.model.hidden_size
+        """Two rows in, or one and the parts of another, and two out a token; the weight once."""
+        delta = 4 * self.num_parts or self.itemsize
+        return ((3 * self.itemsize + delta) * self.num_tokens + 4) * self.model.hidden_size
 
     def flops(self) -> int:
         """No matrix products."""
@@ -47,6 +52,10 @@ REAL_SPECS = tuple(
     AddRmsNormSpec(name=f"{model.name}-rows{rows}", model=model, num_tokens=rows)
     for model in REAL_MODELS.values()
     for rows in (1, 64, 256, 8192)
+) + tuple(
+    AddRmsNormSpec(name=f"{model.name}-rows{rows}-in-parts", model=model, num_tokens=rows, num_parts=4)
+    for model in REAL_MODELS.values()
+    for rows in (16, 64)
 )
 TINY_SPECS = tuple(
     AddRmsNormSpec(name=f"{model.name}-rows5", model=model, num_tokens=5) for model in TINY_MODELS.values()

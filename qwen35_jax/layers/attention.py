@@ -11,7 +11,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.inputs import Batch, PrefillInputs
 from qwen35_jax.layers.linear import linear
 from qwen35_jax.layers.parameters import layer_vector, matrix
-from qwen35_jax.shapes import Activations, Heads, KVPool, Queries
+from qwen35_jax.shapes import Activations, Delta, Heads, KVPool, Queries
 
 
 class GatedAttention(nnx.Module):
@@ -38,7 +38,7 @@ class GatedAttention(nnx.Module):
 
     def __call__(
         self, x: Activations, batch: Batch, kv_pool: KVPool, *, last_rows: bool = False
-    ) -> tuple[Activations, KVPool]:
+    ) -> tuple[Delta, KVPool]:
         """Writes the tokens' keys and values to their pages, then attends to the pages.
 
         Args:
@@ -48,7 +48,8 @@ class GatedAttention(nnx.Module):
             last_rows: give only what :meth:`Batch.last_rows` keeps.
 
         Returns:
-            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and the pool.
+            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and the pool. Of decode rows alone they may be in parts,
+            see ``linear``.
         """
         if last_rows and batch.prefill is not None:
             # Of a prompt nobody needs but its keys and values, and what its last token makes of them, as if decoded.
@@ -95,7 +96,8 @@ class GatedAttention(nnx.Module):
                     implementation=implementation_of(self.kernels, "paged_decode_attention"),
                 )
             )
-        return linear(batch.join(mixed).reshape(tokens, -1), self.o_proj[...], "o_proj"), kv_pool
+        mixed = batch.join(mixed).reshape(tokens, -1)
+        return linear(mixed, self.o_proj[...], "o_proj", in_parts=batch.prefill is None), kv_pool
 
     def _write_keys(self, x: Activations, prefill: PrefillInputs, kv_pool: KVPool) -> KVPool:
         """Writes keys and values of prompt tokens ``x [T, D]``; there are no queries."""

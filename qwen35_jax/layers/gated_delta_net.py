@@ -18,7 +18,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.inputs import Batch
 from qwen35_jax.layers.linear import linear
 from qwen35_jax.layers.parameters import HeadParam, SmallParam, matrix, vector
-from qwen35_jax.shapes import Activations, ConvPool, RecurrentState
+from qwen35_jax.shapes import Activations, ConvPool, Delta, RecurrentState
 
 
 class GatedDeltaNet(nnx.Module):
@@ -53,7 +53,7 @@ class GatedDeltaNet(nnx.Module):
         state_pool: RecurrentState,
         *,
         last_rows: bool = False,
-    ) -> tuple[Activations, ConvPool, RecurrentState]:
+    ) -> tuple[Delta, ConvPool, RecurrentState]:
         """Advances the sequences' states by the tokens of the step.
 
         Args:
@@ -64,7 +64,8 @@ class GatedDeltaNet(nnx.Module):
             last_rows: give only what :meth:`Batch.last_rows` keeps.
 
         Returns:
-            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and both pools.
+            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and both pools. Of decode rows alone they may be in parts,
+            see ``linear``.
         """
         gdn = self.config
         # The ops take the index as an array, not as a constant: one traced and compiled kernel serves all layers.
@@ -115,7 +116,8 @@ class GatedDeltaNet(nnx.Module):
             mixed.append(y)
         mixed = batch.join(mixed)
         mixed = batch.last_rows(mixed) if last_rows else mixed
-        return linear(mixed, self.out_proj[...], "out_proj"), conv_pool, state_pool
+        out = linear(mixed, self.out_proj[...], "out_proj", in_parts=batch.prefill is None)
+        return out, conv_pool, state_pool
 
 
 def _initial_conv_weight(rngs: nnx.Rngs | None, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.numerics import precision_of
-from qwen35_jax.shapes import Activations, Embedding, Logits, Matrix
+from qwen35_jax.shapes import Activations, Delta, Embedding, Logits, Matrix
+
+PART_ROWS = range(2, 65)
+"""Rows of a product that is left in parts: a single row is no matrix product, and more fill the device without."""
+PART_INNER = 1024
+"""Inner dimension of a part, about: a product of 2,560 columns needs as many parts for every multiprocessor to read."""
 
 
-def linear(x: Activations, weight: Matrix, scope: str = "linear") -> jax.Array:
-    """``x @ weight`` with fp32 accumulation, rounded once to the dtype of ``x``; profiles show it as ``scope``."""
+def linear(x: Activations, weight: Matrix, scope: str = "linear", *, in_parts: bool = False) -> Delta:
+    """``x @ weight`` with fp32 accumulation, rounded once to the dtype of ``x``; profiles show it as ``scope``.
+
+    A library cuts the inner dimension of a product of few rows, and sums the parts in a kernel of their own.
+
+    Args:
+        x: ``[M, K]``.
+        weight: ``[K, N]``.
+        scope: name of the part of a step.
+        in_parts: whether the caller sums them itself (``add_rms_norm`` does).
+
+    Returns:
+        ``[M, N]``, or fp32 parts ``[P, M, N]`` where the caller takes them and :func:`parts_of` says that it pays.
+    """
+    parts = parts_of(*x.shape) if in_parts else 1
     with jax.named_scope(scope):
-        return jnp.dot(x, weight, precision=precision_of(x.dtype))
+        if parts == 1:
+            return jnp.dot(x, weight, precision=precision_of(x.dtype))
+        return lax.dot_general(
+            x.reshape(x.shape[0], parts, -1),
+            weight.reshape(parts, -1, weight.shape[1]),
+            (((2,), (1,)), ((1,), (0,))),
+            precision=precision_of(x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+
+def parts_of(rows: int, inner: int) -> int:
+    """Parts that a product of so many rows is cut in; 1 for a whole one."""
+    if rows not in PART_ROWS:
+        return 1
+    return next((parts for parts in range(inner // PART_INNER, 1, -1) if inner % (64 * parts) == 0), 1)
+
+
+def whole(product: Delta, dtype: jax.typing.DTypeLike) -> Activations:
+    """``[M, N]`` of what :func:`linear` gives, in parts or not."""
+    return product if product.ndim == 2 else functools.reduce(jnp.add, list(product)).astype(dtype)
 
 
 def unembed(x: Activations, table: Matrix | Embedding, *, transposed: bool) -> Logits:

@@ -10,7 +10,7 @@ from pallas_kernels.registry import implementation_of
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.linear import linear
 from qwen35_jax.layers.parameters import matrix
-from qwen35_jax.shapes import Activations
+from qwen35_jax.shapes import Activations, Delta
 
 
 class MLP(nnx.Module):
@@ -26,7 +26,7 @@ class MLP(nnx.Module):
         self.gate_up = matrix(rngs, (width, 2 * hidden), dtype)
         self.down = matrix(rngs, (hidden, width), dtype)
 
-    def __call__(self, x: Activations) -> Activations:
-        """Maps ``[M, D]`` to ``[M, D]``."""
+    def __call__(self, x: Activations, *, in_parts: bool = False) -> Delta:
+        """Maps ``[M, D]`` to ``[M, D]``, or to fp32 parts ``[P, M, D]`` if the caller takes them, see ``linear``."""
         hidden = swiglu_product(x, self.gate_up[...], implementation=self.implementation)  # [M, F]
-        return linear(hidden, self.down[...], "down")
+        return linear(hidden, self.down[...], "down", in_parts=in_parts)

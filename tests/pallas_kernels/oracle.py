@@ -44,6 +44,8 @@ def conv_silu(window, weight, dtype):
 
 
 def add_rms_norm(x, delta, weight, eps):
+    if delta.ndim == 3:
+        delta = rounded(delta.astype(F64).sum(0), x.dtype)
     total = rounded(x.astype(F64) + delta.astype(F64), x.dtype)
     return total, rms_normalized(total, eps) * (1.0 + weight.astype(F64))
 
