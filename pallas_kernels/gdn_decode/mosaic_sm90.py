@@ -25,14 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuned
 from pallas_kernels.gpu_support import require, require_nvidia
+from pallas_kernels.mosaic_layouts import in_every_column, in_every_row, rows_of
 from pallas_kernels.numerics import L2_EPSILON, kept_share, silu
 
 DIM = 128  # Dk and Dv: a thread of the warpgroup for each channel of a head
 MAX_GROUP = 4  # value heads of a key head: the most that were ever tried; each keeps its inputs in registers
 
-_TILE_LAYOUT = plgpu.Layout.WGMMA
-_ROWS = plgpu.Layout.WGMMA.reduce(1)  # a vector over value dims, as a sum over key dims leaves it
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # a vector over key dims
 _CHANNELS = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)  # a channel a thread
 
 
@@ -44,11 +42,14 @@ class Tiling:
         values: value dims of a tile, a multiple of 64 (the layout's rows) that divides Dv.
         stages: tiles in shared memory.
         split: whether the value heads of a key head have blocks of their own.
+        plain: tiles lie in shared memory as in the pool, so that a copy of one is a stretch of bytes; else in a pattern
+            of banks for the registers' layout of a matrix product, brought as pieces of a tensor.
     """
 
     values: int = 64
     stages: int = 2
     split: bool = False
+    plain: bool = False
 
     def __post_init__(self):
         if self.values not in (64, 128) or self.stages < 2:
@@ -162,6 +163,10 @@ def _kernel(
     tile_dims = tiling.values
     a_head = DIM // tile_dims  # tiles of a value head
     tiles = own_heads * a_head
+    state_bytes = jnp.dtype(state_dtype).itemsize
+    layout = rows_of(16 // state_bytes) if tiling.plain else plgpu.Layout.WGMMA
+    # A copy that might end outside of the array would be one of a tensor.
+    bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if tiling.plain else None
     stages = min(tiling.stages, tiles)
     key_head, row = lax.axis_index("key_head"), lax.axis_index("row")
     layer, slot = layer_ref[0], slot_ids_ref[row]
@@ -180,7 +185,7 @@ def _kernel(
             return state_ref.at[layer, slot, first_head + member, pl.ds(part * tile_dims, tile_dims)]
 
         def fetch(tile, stage):
-            plgpu.copy_gmem_to_smem(in_pool(tile), tiles_ref.at[stage], loaded.at[stage])
+            plgpu.copy_gmem_to_smem(in_pool(tile), tiles_ref.at[stage], loaded.at[stage], oob_mode=bounds)
 
         for tile in range(stages):
             fetch(jnp.int32(tile), tile)
@@ -223,14 +228,18 @@ def _kernel(
             member, part = tile // a_head, lax.rem(tile, a_head)
             value_dims = pl.ds(part * tile_dims, tile_dims)
             beta, kept = gates_ref[2 * member], gates_ref[2 * member + 1]
-            query = lax.broadcast_in_dim(plgpu.load(query_ref, layout=_COLUMNS), (tile_dims, DIM), [1])
-            key = lax.broadcast_in_dim(plgpu.load(key_ref, layout=_COLUMNS), (tile_dims, DIM), [1])
-            value = plgpu.load(values_ref.at[member, value_dims], layout=_ROWS)
+            query, key = (
+                in_every_row(plgpu.load(ref, layout=layout.reduce(0), optimized=not tiling.plain), tile_dims, layout)
+                for ref in (query_ref, key_ref)
+            )
+            value = plgpu.load(values_ref.at[member, value_dims], layout=layout.reduce(1), optimized=not tiling.plain)
 
             plgpu.barrier_wait(loaded.at[stage])
-            state = plgpu.load(tiles_ref.at[stage], layout=_TILE_LAYOUT).astype(jnp.float32) * kept
+            state = (
+                plgpu.load(tiles_ref.at[stage], layout=layout, optimized=not tiling.plain).astype(jnp.float32) * kept
+            )
             delta = beta * (value - jnp.sum(state * key, axis=1))
-            state = state + lax.broadcast_in_dim(delta, (tile_dims, DIM), [0]) * key
+            state = state + in_every_column(delta, DIM, layout) * key
             outs_ref[member, value_dims] = jnp.sum(state * query, axis=1)
             tiles_ref[stage] = state.astype(state_dtype)
             plgpu.commit_smem()
@@ -255,13 +264,10 @@ def _kernel(
 
     @pl.when(slot != 0)
     def _():
-        swizzled = (
-            plgpu.TilingTransform((8, 128 // jnp.dtype(state_dtype).itemsize)),
-            plgpu.SwizzleTransform(128),
-        )
+        swizzled = (plgpu.TilingTransform((8, 128 // state_bytes)), plgpu.SwizzleTransform(128))
         pl.run_scoped(
             live,
-            plgpu.SMEM((stages, tile_dims, DIM), state_dtype, transforms=swizzled),
+            plgpu.SMEM((stages, tile_dims, DIM), state_dtype, transforms=() if tiling.plain else swizzled),
             plgpu.Barrier(num_barriers=stages),
             plgpu.SMEM((DIM,), jnp.float32),
             plgpu.SMEM((DIM,), jnp.float32),

@@ -26,7 +26,7 @@ TUNABLES = (
         "mosaic_sm90",
         default=lambda arguments: mosaic_sm90.Tiling(),
         key=mosaic_sm90.tuning_key,
-        steps=({"values": (64, 128), "stages": (2, 3, 4), "split": (False, True)},),
+        steps=({"values": (64, 128), "stages": (2, 3, 4), "split": (False, True), "plain": (False, True)},),
         possible=_fits,
     ),
     Tunable(
