@@ -110,8 +110,11 @@ def _entry(where: str, value: Any) -> Entry:
             raise MalformedTuning(f"{where}: {name} must be an object, is {value[name]!r}")
     for name in ("sizes", "use"):
         for key, number in value[name].items():
+            if name == "use" and isinstance(number, bool):
+                continue
             if type(number) is not int or number < 1:
-                raise MalformedTuning(f"{where}: {name}.{key} must be a positive integer, is {number!r}")
+                what = "a positive integer" if name == "sizes" else "a positive integer, true or false"
+                raise MalformedTuning(f"{where}: {name}.{key} must be {what}, is {number!r}")
     return Entry(**value)
 
 

@@ -30,9 +30,9 @@ OP = "add_rms_norm"
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 
 
-def spec_of(rows: int, width: int, dtype: str = "float32") -> AddRmsNormSpec:
+def spec_of(rows: int, width: int, dtype: str = "float32", parts: int = 0) -> AddRmsNormSpec:
     model = dataclasses.replace(TINY_MODELS["tiny1"], hidden_size=width)
-    return AddRmsNormSpec(name="", model=model, dtype=dtype, num_tokens=rows)
+    return AddRmsNormSpec(name="", model=model, dtype=dtype, num_tokens=rows, num_parts=parts)
 
 
 @every_implementation(OP)
@@ -48,6 +48,38 @@ def test_matches_the_oracle(implementation, dtype, rows, width):
     if dtype != "float32":
         assert share_of_equal_bits(total, want_total) > 0.999
         assert share_of_equal_bits(normed, want_normed) > 0.98
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "width", "parts"), [(1, 128, 1), (5, 2560, 4), (16, 384, 9)])
+def test_a_delta_in_parts_matches_the_oracle(implementation, dtype, rows, width, parts):
+    case = host(spec_of(rows, width, dtype, parts).case(rows))
+    total, normed = call(OP, implementation, case)
+    want_total, want_normed = oracle.add_rms_norm(**case.arguments, **case.options)
+    assert total.dtype == normed.dtype == case.arguments["x"].dtype
+    assert_close(OP, implementation, total, want_total, name="total")
+    assert_close(OP, implementation, normed, want_normed, name="normed")
+
+
+@every_implementation(OP)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_are_summed_in_their_order_and_rounded_before_they_are_added(implementation, dtype):
+    case = host(spec_of(5, 256, dtype, 4).case(3))
+    delta = case.arguments["delta"]
+    whole = (((delta[0] + delta[1]) + delta[2]) + delta[3]).astype(case.arguments["x"].dtype)
+    for one, other in zip(
+        call(OP, implementation, case), call(OP, implementation, host(case, delta=whole)), strict=True
+    ):
+        assert_same_bits(one, other, "a result")
+
+
+def test_parts_are_float32_and_have_the_rows_of_x():
+    arguments = dict(spec_of(3, 128, "bfloat16", 2).case().arguments)
+    with pytest.raises(TypeError, match="delta"):
+        pallas_kernels.add_rms_norm(**arguments | {"delta": jnp.zeros((2, 3, 128), jnp.bfloat16)}, eps=1e-6)
+    with pytest.raises(ValueError, match="delta"):
+        pallas_kernels.add_rms_norm(**arguments | {"delta": jnp.zeros((2, 4, 128))}, eps=1e-6)
 
 
 @every_implementation(OP)
@@ -71,7 +103,9 @@ def test_rows_of_zeros(implementation):
         assert not result.any()
 
 
-@pytest.mark.parametrize("name", ["0.8b-rows64", "4b-rows1", "4b-rows8192", "27b-rows256", "tiny1-rows5"])
+@pytest.mark.parametrize(
+    "name", ["0.8b-rows64", "4b-rows1", "4b-rows8192", "27b-rows256", "tiny1-rows5", "4b-rows16-in-parts"]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.host
 def test_lowers_for_an_h200(name, dtype):
@@ -82,10 +116,10 @@ def test_lowers_for_an_h200(name, dtype):
         assert program.trace(arguments).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("width", [128, 384, 1024])
+@pytest.mark.parametrize(("width", "parts"), [(128, 0), (384, 0), (1024, 0), (384, 3)])
 @pytest.mark.host
-def test_interpreted_matches_the_oracle(width):
-    case = host(spec_of(3, width).case(4))
+def test_interpreted_matches_the_oracle(width, parts):
+    case = host(spec_of(3, width, parts=parts).case(4))
     interpreted = jax.jit(lambda a: mosaic_sm90.add_rms_norm(**a, **case.options, interpret=plgpu.InterpretGPUParams()))
     got = interpreted({name: jnp.asarray(array) for name, array in case.arguments.items()})
     for one, want in zip(got, oracle.add_rms_norm(**case.arguments, **case.options), strict=True):

@@ -9,7 +9,7 @@ from flax import nnx
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.gated_delta_net import GatedDeltaNet
 from qwen35_jax.layers.inputs import Batch, DecodeInputs, PrefillInputs
-from qwen35_jax.layers.linear import linear, unembed
+from qwen35_jax.layers.linear import linear, parts_of, unembed, whole
 from qwen35_jax.layers.mlp import MLP
 from qwen35_jax.layers.norm import gated_rms_norm, rms_norm
 from qwen35_jax.model import Qwen35
@@ -71,6 +71,27 @@ def test_linear_accumulates_bf16_in_fp32_and_returns_bf16():
     got = linear(x, jnp.ones((4096, 3), jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(_as_float64(got), 4128.0)  # a bf16 accumulator would have stopped growing at 256
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (2, 4), (64, 4), (65, 1)])
+def test_a_product_of_few_rows_is_left_in_parts_to_who_takes_them(rows, parts):
+    x, w = jnp.asarray(_normal(1, rows, 4096), jnp.bfloat16), jnp.asarray(_normal(2, 4096, 24), jnp.bfloat16)
+    assert linear(x, w).shape == (rows, 24)
+    got = linear(x, w, in_parts=True)
+    assert got.shape == ((rows, 24) if parts == 1 else (parts, rows, 24))
+    assert got.dtype == (jnp.bfloat16 if parts == 1 else jnp.float32)
+    if parts > 1:
+        exact = np.einsum(
+            "mpk,pkn->pmn", _as_float64(x).reshape(rows, parts, -1), _as_float64(w).reshape(parts, -1, 24)
+        )
+        np.testing.assert_allclose(got, exact, atol=1e-3)
+    np.testing.assert_allclose(_as_float64(whole(got, x.dtype)), _as_float64(linear(x, w)), atol=0.6)  # of hundreds
+    assert whole(got, x.dtype).dtype == jnp.bfloat16
+
+
+def test_parts_are_whole_steps_of_the_inner_dimension():
+    inner = (512, 2048, 3072, 3584, 4096, 6144, 9216, 12288, 17408)
+    assert [parts_of(16, size) for size in inner] == [1, 2, 3, 2, 4, 6, 9, 12, 17]
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])

@@ -15,6 +15,7 @@ from flax import nnx
 from pallas_kernels.registry import UnknownImplementation, all_ops
 from qwen35_jax.cache import Cache
 from qwen35_jax.config import AttentionConfig, GatedDeltaNetConfig, ModelConfig
+from qwen35_jax.layers import linear
 from qwen35_jax.model import DecodeInputs, ForwardOutput, PrefillInputs, Qwen35
 from qwen35_jax.params import ParamPack
 from tests.oracle import tiny
@@ -593,3 +594,23 @@ def test_named_kernel_implementation_reaches_every_op():
 
     with pytest.raises(ValueError, match="no-such-kernel"):
         jax.eval_shape(step, pack.leaf_specs, prefill, decode, cache_specs(config))
+
+
+def test_a_decode_step_with_products_in_parts_equals_one_without(rig, monkeypatch):
+    """Real sizes leave the last product of mixer and MLP to the norm behind it; here the inner dimensions are small."""
+
+    def answers(model: Runner):
+        results = []
+        for run in (lambda *inputs: model.step(*inputs)[0], model.forward):  # with layer outputs and as the engine does
+            rows = [rig.sequence(10, 2 + n, 5 + n, seed=n) for n in range(2)]
+            _, cache = prefilled(model, poisoned_cache(rig.config), [(row, 9) for row in rows])
+            out = run(None, decode_inputs(rows), cache)
+            results += [out.decode_hidden[:2], out.cache.state[:, 2:4]]
+        return results
+
+    want, seen, plain = answers(rig), [], linear.parts_of
+    monkeypatch.setattr(linear, "PART_INNER", 64)
+    monkeypatch.setattr(linear, "parts_of", lambda *shape: seen.append(plain(*shape)) or seen[-1])
+    for one, other in zip(answers(Runner(rig.case)), want, strict=True):
+        assert_close(one, other)
+    assert max(seen) > 1
