@@ -13,8 +13,11 @@ from qwen35_jax.shapes import Activations, Delta, Embedding, Logits, Matrix
 
 PART_ROWS = range(2, 65)
 """Rows of a product that is left in parts: a single row is no matrix product, and more fill the device without."""
-PART_INNER = 1024
-"""Inner dimension of a part, about: a product of 2,560 columns needs as many parts for every multiprocessor to read."""
+MOST_PARTS = 9
+"""As many as a product of 2,560 columns needs for every multiprocessor to read; with more their sum takes longer."""
+FEW_ROWS = 16
+LEAST_INNER = (512, 1024)
+"""Of a part, at the least: with few rows, with more."""
 
 
 def linear(x: Activations, weight: Matrix, scope: str = "linear", *, in_parts: bool = False) -> Delta:
@@ -48,7 +51,8 @@ def parts_of(rows: int, inner: int) -> int:
     """Parts that a product of so many rows is cut in; 1 for a whole one."""
     if rows not in PART_ROWS:
         return 1
-    return next((parts for parts in range(inner // PART_INNER, 1, -1) if inner % (64 * parts) == 0), 1)
+    most = min(MOST_PARTS, inner // LEAST_INNER[rows > FEW_ROWS])
+    return next((parts for parts in range(most, 1, -1) if inner % (64 * parts) == 0), 1)
 
 
 def whole(product: Delta, dtype: jax.typing.DTypeLike) -> Activations:

@@ -73,7 +73,7 @@ def test_linear_accumulates_bf16_in_fp32_and_returns_bf16():
     np.testing.assert_array_equal(_as_float64(got), 4128.0)  # a bf16 accumulator would have stopped growing at 256
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (2, 4), (64, 4), (65, 1)])
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (2, 8), (16, 8), (17, 4), (64, 4), (65, 1)])
 def test_a_product_of_few_rows_is_left_in_parts_to_who_takes_them(rows, parts):
     x, w = jnp.asarray(_normal(1, rows, 4096), jnp.bfloat16), jnp.asarray(_normal(2, 4096, 24), jnp.bfloat16)
     assert linear(x, w).shape == (rows, 24)
@@ -91,7 +91,8 @@ def test_a_product_of_few_rows_is_left_in_parts_to_who_takes_them(rows, parts):
 
 def test_parts_are_whole_steps_of_the_inner_dimension():
     inner = (512, 2048, 3072, 3584, 4096, 6144, 9216, 12288, 17408)
-    assert [parts_of(16, size) for size in inner] == [1, 2, 3, 2, 4, 6, 9, 12, 17]
+    assert [parts_of(16, size) for size in inner] == [1, 4, 6, 7, 8, 8, 9, 8, 8]
+    assert [parts_of(17, size) for size in inner] == [1, 2, 3, 2, 4, 6, 9, 8, 8]
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])

@@ -609,7 +609,7 @@ def test_a_decode_step_with_products_in_parts_equals_one_without(rig, monkeypatc
         return results
 
     want, seen, plain = answers(rig), [], linear.parts_of
-    monkeypatch.setattr(linear, "PART_INNER", 64)
+    monkeypatch.setattr(linear, "LEAST_INNER", (64, 64))
     monkeypatch.setattr(linear, "parts_of", lambda *shape: seen.append(plain(*shape)) or seen[-1])
     for one, other in zip(answers(Runner(rig.case)), want, strict=True):
         assert_close(one, other)
