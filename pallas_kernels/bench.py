@@ -427,10 +427,28 @@ def result(
     }
 
 
-def write_records(path: str, records: Sequence[dict[str, Any]]) -> None:
-    """Write a results file, replacing what is there: at any moment the file is the old one or the new one, whole."""
-    text = json.dumps(list(records), indent=1) + "\n"
+def records_in(path: str) -> list[dict[str, Any]]:
+    """The records of a results file; none where there is no file.
+
+    Raises:
+        ValueError: the file is no list of records; the message names it.
+    """
+    try:
+        records = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"{path} is no list of records")
+    return records
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write a file, replacing what is there: at any moment it is the old one or the new one, whole."""
+    text = json.dumps(value, indent=1) + "\n"
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -502,7 +520,7 @@ def main(
     parser.add_argument("--dispatches", type=int, default=8, help="programs a sample")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="size of the copy that measures the memory")
-    parser.add_argument("--output", default=None, help="JSON file to write the records to")
+    parser.add_argument("--output", default=None, help="JSON file to append the records to")
     options = parser.parse_args(argv)
     pattern = "*" if options.tiny and options.spec == parser.get_default("spec") else options.spec
     chosen = [
@@ -516,6 +534,10 @@ def main(
         parser.error(f"no spec matches --op={options.op} --spec={pattern}")
     if check is not None:
         check(chosen)
+    try:
+        earlier = records_in(options.output) if options.output else []
+    except ValueError as error:
+        parser.error(f"--output: {error}")
     command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
     ceilings = measure_ceilings(options.copy_bytes)
     settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
@@ -524,7 +546,8 @@ def main(
     def keep() -> None:
         """A run that is cut keeps what it has."""
         if options.output:
-            write_records(options.output, [record(item, ceilings, settings, command) for item in measurements])
+            own = [record(item, ceilings, settings, command) for item in measurements]
+            write_json(options.output, earlier + own)
 
     # All is compiled before anything is timed: trying products on the device while another program is being timed
     # would disturb it.

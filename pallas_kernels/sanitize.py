@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import json
 import os
-import pathlib
 import re
 import shlex
 import shutil
@@ -223,22 +221,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: needs a GPU, the backend is {jax.default_backend()}", file=sys.stderr)
         return 2
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
+    command = ["python", "-m", "pallas_kernels.sanitize", *(sys.argv[1:] if argv is None else argv)]
+    about = bench.result("", {}, {}, {}, shlex.join(command))
+    about = {name: about[name] for name in ("device", "commit", "jax", "command", "date")}
+    about |= {"tool": _without_paths(version[-1]) if version else "unknown"}
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         pending = [
             pool.submit(check, sanitizer, op, tool, options.implementation, options.timeout)
             for tool in sorted(tools, key=lambda tool: tool != "racecheck")  # the slowest first
             for op in wanted
         ]
+        for _ in concurrent.futures.as_completed(pending):  # a run that is cut keeps what it has
+            runs = [dataclasses.asdict(one.result()) for one in pending if one.done() and not one.exception()]
+            if options.output:
+                bench.write_json(options.output, about | {"runs": runs})
         verdicts = [future.result() for future in pending]
     print(table(verdicts))
-    if options.output:
-        command = ["python", "-m", "pallas_kernels.sanitize", *(sys.argv[1:] if argv is None else argv)]
-        kept = bench.result("", {}, {}, {}, shlex.join(command))
-        kept = {name: kept[name] for name in ("device", "commit", "jax", "command", "date")}
-        kept |= {"tool": _without_paths(version[-1]) if version else "unknown"}
-        kept |= {"runs": [dataclasses.asdict(verdict) for verdict in verdicts]}
-        pathlib.Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(options.output).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return 1 if any(verdict.verdict != "clean" for verdict in verdicts) else 0
 
 

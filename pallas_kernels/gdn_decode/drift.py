@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{spec.name}, gates {gates}, {found['bfloat16'].implementation} on {jax.devices()[0].device_kind}")
         print(table(found), flush=True)
     if options.output:
-        bench.write_records(options.output, records)
+        bench.write_json(options.output, records)
     return 1 if any(item["checks"]["first_mismatch"] for item in records) else 0
 
 

@@ -44,6 +44,20 @@ def test_a_run_that_is_cut_keeps_what_it_has(tmp_path, monkeypatch):
     assert [record["cell"] for record in json.loads(output.read_text())] == [f"kernel/kv_write/{measured[0]}"]
 
 
+def test_records_are_appended_to_those_of_other_runs(tmp_path, capsys):
+    output = tmp_path / "deep" / "kernels.json"
+    for spec in ("tiny1-ragged", "tiny2-ragged"):
+        arguments = ["--tiny", "--op=causal_conv", f"--spec={spec}", *QUICK, f"--output={output}"]
+        assert bench.main(arguments) == 0
+    cells = [record["cell"] for record in json.loads(output.read_text())]
+    assert cells == ["kernel/causal_conv/tiny1-ragged", "kernel/causal_conv/tiny2-ragged"]
+    for text, why in (("{", "is no JSON"), ("{}", "is no list of records")):
+        output.write_text(text)
+        with pytest.raises(SystemExit):  # before anything is measured
+            bench.main(arguments)
+        assert f"{output} {why}" in capsys.readouterr().err and output.read_text() == text
+
+
 def test_a_peer_that_fails_leaves_the_kernels_own_time(tmp_path):
     output = tmp_path / "kernels.json"
 
@@ -59,7 +73,7 @@ def test_a_peer_that_fails_leaves_the_kernels_own_time(tmp_path):
 @pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
 def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch, step):
     output = tmp_path / "kernels.json"
-    bench.write_records(str(output), [{"cell": "a"}])
+    bench.write_json(str(output), [{"cell": "a"}])
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -67,10 +81,10 @@ def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch, st
     with monkeypatch.context() as patch:
         patch.setattr(bench.os, step, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            bench.write_records(str(output), [{"cell": "a"}, {"cell": "b"}])
+            bench.write_json(str(output), [{"cell": "a"}, {"cell": "b"}])
     assert json.loads(output.read_text()) == [{"cell": "a"}] and list(tmp_path.iterdir()) == [output]
     with pytest.raises(TypeError):
-        bench.write_records(str(output), [{"cell": object()}])
+        bench.write_json(str(output), [{"cell": object()}])
     assert json.loads(output.read_text()) == [{"cell": "a"}] and list(tmp_path.iterdir()) == [output]
 
 

@@ -117,6 +117,21 @@ def test_a_run(stand_in, tmp_path, capsys):
     assert "kv_write" in capsys.readouterr().out
 
 
+@pytest.mark.host
+def test_a_run_that_is_cut_keeps_its_verdicts(stand_in, tmp_path, monkeypatch):
+    path, plain = tmp_path / "kernels.json", sanitize.check
+
+    def check(sanitizer, op, *how):
+        if op == "swiglu_product":
+            raise KeyboardInterrupt
+        return plain(sanitizer, op, *how)
+
+    monkeypatch.setattr(sanitize, "check", check)
+    with pytest.raises(KeyboardInterrupt):
+        sanitize.main(["--ops=kv_write,swiglu_product", "--tools=memcheck", "--processes=1", f"--output={path}"])
+    assert [run["op"] for run in json.loads(path.read_text())["runs"]] == ["kv_write"]
+
+
 @pytest.mark.parametrize(
     ("op", "spec", "kernels"),
     [
