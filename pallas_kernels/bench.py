@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
-import datetime
 import fnmatch
 import functools
-import json
 import os
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,8 +30,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import registry
-from pallas_kernels.provenance import current_commit
+from pallas_kernels import records, registry
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
 KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
@@ -406,61 +400,7 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
         "layers": spec.num_layers,
         **settings,
     }
-    return result(f"kernel/{spec.op}/{spec.name}", metrics, settings, measurement.checks, command)
-
-
-def result(
-    cell: str, metrics: dict[str, Any], settings: dict[str, Any], checks: dict[str, Any], command: str
-) -> dict[str, Any]:
-    """A record of something that this process measured on the first device, now."""
-    return {
-        "cell": cell,
-        "metrics": metrics,
-        "device": jax.devices()[0].device_kind,
-        "device_count": 1,
-        "commit": current_commit(),
-        "jax": jax.__version__,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "settings": settings,
-        "checks": checks,
-    }
-
-
-def records_in(path: str) -> list[dict[str, Any]]:
-    """The records of a results file; none where there is no file.
-
-    Raises:
-        ValueError: the file is no list of records; the message names it.
-    """
-    try:
-        records = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{path} is no list of records")
-    return records
-
-
-def write_json(path: str, value: Any) -> None:
-    """Write a file, replacing what is there: at any moment it is the old one or the new one, whole."""
-    text = json.dumps(value, indent=1) + "\n"
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    return records.result(f"kernel/{spec.op}/{spec.name}", metrics, settings, measurement.checks, command)
 
 
 def _say(line: str) -> None:
@@ -535,7 +475,7 @@ def main(
     if check is not None:
         check(chosen)
     try:
-        earlier = records_in(options.output) if options.output else []
+        earlier = records.records_in(options.output) if options.output else []
     except ValueError as error:
         parser.error(f"--output: {error}")
     command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
@@ -547,7 +487,7 @@ def main(
         """A run that is cut keeps what it has."""
         if options.output:
             own = [record(item, ceilings, settings, command) for item in measurements]
-            write_json(options.output, earlier + own)
+            records.write_json(options.output, earlier + own)
 
     # All is compiled before anything is timed: trying products on the device while another program is being timed
     # would disturb it.

@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import bench, registry
+from pallas_kernels import records, registry
 from pallas_kernels.spec import tiny_specs_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
     command = ["python", "-m", "pallas_kernels.sanitize", *(sys.argv[1:] if argv is None else argv)]
-    about = bench.result("", {}, {}, {}, shlex.join(command))
+    about = records.result("", {}, {}, {}, shlex.join(command))
     about = {name: about[name] for name in ("device", "commit", "jax", "command", "date")}
     about |= {"tool": _without_paths(version[-1]) if version else "unknown"}
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for _ in concurrent.futures.as_completed(pending):  # a run that is cut keeps what it has
             runs = [dataclasses.asdict(one.result()) for one in pending if one.done() and not one.exception()]
             if options.output:
-                bench.write_json(options.output, about | {"runs": runs})
+                records.write_json(options.output, about | {"runs": runs})
         verdicts = [future.result() for future in pending]
     print(table(verdicts))
     return 1 if any(verdict.verdict != "clean" for verdict in verdicts) else 0

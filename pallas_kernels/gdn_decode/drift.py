@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import bench, registry
+from pallas_kernels import records, registry
 from pallas_kernels.gdn_decode.reference import split_projected
 from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
 from pallas_kernels.numerics import L2_EPSILON, round_to, silu
@@ -221,7 +221,7 @@ def record(spec: GdnDecodeSpec, gates: str, found: dict[str, Drift], command: st
         "seed": seed,
     }
     checks = {"rows_compared": spec.num_rows, "first_mismatch": wrong, "skipped": 0}
-    return bench.result(f"drift/gdn_decode/{spec.name}-{gates}", metrics, settings, checks, command)
+    return records.result(f"drift/gdn_decode/{spec.name}-{gates}", metrics, settings, checks, command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -250,15 +250,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=options.dtype,
     )
     command = shlex.join(["python", "-m", "pallas_kernels.gdn_decode.drift", *(sys.argv[1:] if argv is None else argv)])
-    records = []
+    kept = []
     for gates in wanted:
         found = measure(spec, gates, options.steps, options.implementation, options.seed)
-        records.append(record(spec, gates, found, command, options.seed))
+        kept.append(record(spec, gates, found, command, options.seed))
         print(f"{spec.name}, gates {gates}, {found['bfloat16'].implementation} on {jax.devices()[0].device_kind}")
         print(table(found), flush=True)
     if options.output:
-        bench.write_json(options.output, records)
-    return 1 if any(item["checks"]["first_mismatch"] for item in records) else 0
+        records.write_json(options.output, kept)
+    return 1 if any(item["checks"]["first_mismatch"] for item in kept) else 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import math
 import jax
 import pytest
 
-from pallas_kernels import bench
+from pallas_kernels import bench, records
 from pallas_kernels.spec import specs_of, tiny_specs_of
 
 QUICK = ["--calls=2", "--dispatches=1", "--samples=2", "--copy-bytes=1048576"]
@@ -73,18 +73,18 @@ def test_a_peer_that_fails_leaves_the_kernels_own_time(tmp_path):
 @pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
 def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch, step):
     output = tmp_path / "kernels.json"
-    bench.write_json(str(output), [{"cell": "a"}])
+    records.write_json(str(output), [{"cell": "a"}])
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.os, step, interrupted)
+        patch.setattr(records.os, step, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            bench.write_json(str(output), [{"cell": "a"}, {"cell": "b"}])
+            records.write_json(str(output), [{"cell": "a"}, {"cell": "b"}])
     assert json.loads(output.read_text()) == [{"cell": "a"}] and list(tmp_path.iterdir()) == [output]
     with pytest.raises(TypeError):
-        bench.write_json(str(output), [{"cell": object()}])
+        records.write_json(str(output), [{"cell": object()}])
     assert json.loads(output.read_text()) == [{"cell": "a"}] and list(tmp_path.iterdir()) == [output]
 
 

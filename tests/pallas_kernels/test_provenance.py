@@ -2,7 +2,7 @@
 
 import subprocess
 
-from pallas_kernels import bench
+from pallas_kernels import records
 from pallas_kernels.provenance import COMMIT_VARIABLE, current_commit
 
 
@@ -36,4 +36,4 @@ def test_commits(tmp_path, monkeypatch):
 
 def test_kernel_records_name_it(monkeypatch):
     monkeypatch.setenv(COMMIT_VARIABLE, "abc+dirty")
-    assert bench.result("kernel/kv_write/a", {}, {}, {}, "a command")["commit"] == "abc+dirty"
+    assert records.result("kernel/kv_write/a", {}, {}, {}, "a command")["commit"] == "abc+dirty"
