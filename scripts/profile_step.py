@@ -30,7 +30,8 @@ from qwen35_jax import runtime
 from qwen35_jax.bench import cells, floors, long_prompt, steps
 from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, kernel_list, launches_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
-from qwen35_jax.bench.records import Record, append_records, make_record
+from qwen35_jax.bench.pictures import NOT_PROFILED, StepBar, draw_steps
+from qwen35_jax.bench.records import Record, append_records, make_record, replace_record
 from qwen35_jax.bench.steps import StepCheck, StepLoad, StepTime
 from qwen35_jax.bench.workload import lognormal
 from qwen35_jax.cache import MemoryPlanError
@@ -46,16 +47,6 @@ from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, BucketOverflow
 
 STANDARD_PROMPT = 1024  # prompts of this length make the cell without a suffix
-GROUP_COLOURS = {
-    "GEMMs": "#2f6db5",
-    "GDN": "#c23b22",
-    "attention": "#e0a030",
-    "sampling": "#7a52a1",
-    "glue": "#4c9f70",
-    "copies": "#8c6d46",
-    "other": "#666666",
-    "idle": "#dddddd",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,50 +372,16 @@ def table(measured: Measured, top: int) -> str:
     return "\n".join(lines)
 
 
-def draw(path: pathlib.Path, title: str, found: Sequence[Measured]) -> None:
-    """A bar a step, its groups end to end, the floor as a mark; each bar is scaled to its own step.
-
-    Raises:
-        UserInputError: matplotlib is not installed, or the file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserInputError("--picture needs matplotlib: pip install '.[bench]'") from error
-    figure = Figure(figsize=(10, 1.4 + 0.45 * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    lefts = np.zeros(len(found))
-    for group, colour in GROUP_COLOURS.items():
-        widths = []
-        for step in found:
-            if group == "idle":
-                ms = step.time.step_ms if step.idle_ms is None else max(0.0, step.idle_ms)
-            else:
-                ms = sum(step.parts[part][0] for part in PARTS[group] if part in step.parts)
-            widths.append(100 * ms / step.time.step_ms)
-        if any(widths):
-            label = group if any(step.busy_ms for step in found) else "not profiled"
-            axes.barh(range(len(found)), widths, left=lefts, height=0.7, color=colour, label=label)
-            lefts += widths
-    label = "floor"
-    for at, step in enumerate(found):
-        if step.floor_ms is not None:
-            share = 100 * step.floor_ms / step.time.step_ms
-            axes.plot([share, share], [at - 0.42, at + 0.42], color="black", linewidth=2, label=label)
-            label = ""  # once in the legend
-    names = [f"{step.cell.partition('/')[0]} {step.cell.split('/')[-1]}\n{step.time.step_ms:.2f} ms" for step in found]
-    axes.set_yticks(range(len(found)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("% of the measured step")
-    axes.set_title(title, fontsize=10)
-    figure.legend(loc="outside right center", fontsize=8)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
-    except OSError as error:
-        raise UserInputError(f"{path}: cannot write the picture: {error.strerror or error}") from error
+def bar_of(measured: Measured) -> StepBar:
+    """The step as a bar of a picture."""
+    shares = {}
+    for group, parts in PARTS.items():
+        ms = sum(measured.parts[part][0] for part in parts if part in measured.parts)
+        shares[group] = 100 * ms / measured.time.step_ms
+    idle_ms = measured.time.step_ms if measured.idle_ms is None else max(0.0, measured.idle_ms)
+    shares["idle" if measured.busy_ms else NOT_PROFILED] = 100 * idle_ms / measured.time.step_ms
+    name = f"{measured.cell.partition('/')[0]} {measured.cell.split('/')[-1]}\n{measured.time.step_ms:.2f} ms"
+    return StepBar(name, shares, None if measured.floor_ms is None else 100 * measured.floor_ms / measured.time.step_ms)
 
 
 def flags() -> CommandLine:
@@ -478,24 +435,33 @@ def _run(line: CommandLine) -> int:
         how = {"variant": line.variant, "repeats": line.repeats}
         with_floor = engine.programs.device.device_kind == FLOOR_DEVICE
         whole = long_prompt.measure(engine, model, line.preset.lower(), line.long_prompt, with_floor=with_floor, **how)
+    records = [record_of(engine, step, found, line.variant) for step in found] + ([whole] if whole is not None else [])
+    if line.results:  # what became of the profile undoes nothing
+        append_records(line.results, records)
+
+    def finished(number: int, record: Record) -> None:
+        if line.results:
+            replace_record(line.results, records[number], record)
+        records[number] = record
+
     # Only now: a profiler that has been on once may leave the process slower.
     directory = pathlib.Path(line.trace_dir) if line.trace_dir else None
     if line.profiled_steps:
-        found = [profiled(engine, step, line.profiled_steps, directory) for step in found]
+        for number, step in enumerate(found):
+            found[number] = profiled(engine, step, line.profiled_steps, directory)
+            finished(number, record_of(engine, found[number], found, line.variant))
     print("\n\n".join(table(step, line.top) for step in found))
-    records = [record_of(engine, step, found, line.variant) for step in found]
     if whole is not None:
         if line.profiled_steps:
             files = files_of(directory, whole.cell)
             whole = long_prompt.profiled(engine, whole, line.profiled_steps, line.variant, files=files)
-        records.append(whole)
+            finished(len(found), whole)
         print(long_prompt.describe(whole))
     for record in records:
         print(f"{record.cell}: {dict(record.checks)}")
-    if line.results:
-        append_records(line.results, records)
     if line.picture and found:
-        draw(pathlib.Path(line.picture), f"{line.preset} on {engine.programs.device.device_kind}", found)
+        title = f"{line.preset} on {engine.programs.device.device_kind}"
+        draw_steps(pathlib.Path(line.picture), title, [bar_of(step) for step in found])
     engine.close()
     return 1 if any(record.checks["first_mismatch"] for record in records) else 0
 

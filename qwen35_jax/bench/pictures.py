@@ -22,6 +22,22 @@ if TYPE_CHECKING:
 COLOURS = {"ours": "#c23b22", "vLLM": "#2f6db5", "floor": "#7f7f7f"}
 """Colours of the series that every picture shows alike."""
 
+NOT_PROFILED = "not profiled"
+"""In place of the groups of a step whose kernels are not known."""
+
+GROUP_COLOURS = {
+    "GEMMs": "#2f6db5",
+    "GDN": "#c23b22",
+    "attention": "#e0a030",
+    "sampling": "#7a52a1",
+    "glue": "#4c9f70",
+    "copies": "#8c6d46",
+    "other": "#666666",
+    "idle": "#dddddd",
+    NOT_PROFILED: "#dddddd",
+}
+"""Colours of the groups of kernels of a step, in the order in which a bar shows them."""
+
 _PANEL_INCHES = (5.0, 3.6)
 
 
@@ -40,6 +56,21 @@ class Panel:
     x_label: str
     y_label: str
     series: Mapping[str, Sequence[tuple[float | datetime.datetime, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBar:
+    """A step by its groups of kernels.
+
+    Attributes:
+        label: beside the bar.
+        shares: percent of the measured step by group of :data:`GROUP_COLOURS`.
+        floor: percent of the measured step; None if unknown.
+    """
+
+    label: str
+    shares: Mapping[str, float]
+    floor: float | None = None
 
 
 def draw_lines(path: Path, panels: Sequence[Panel], *, logarithmic: bool = False, columns: int = 3) -> None:
@@ -126,6 +157,33 @@ class Dot:
     label: str
     intensity: float
     rate: float
+
+
+def draw_steps(path: Path, title: str, steps: Sequence[StepBar]) -> None:
+    """A bar a step, its groups end to end, the floor as a mark; each bar is scaled to its own step.
+
+    Raises:
+        UserInputError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _figure(10, 1.4 + 0.45 * len(steps))
+    axes = figure.add_subplot()
+    lefts = [0.0] * len(steps)
+    for group, colour in GROUP_COLOURS.items():
+        widths = [step.shares.get(group, 0.0) for step in steps]
+        if any(widths):
+            axes.barh(range(len(steps)), widths, left=lefts, height=0.7, color=colour, label=group)
+            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    label = "floor"
+    for at, step in enumerate(steps):
+        if step.floor is not None:
+            axes.plot([step.floor, step.floor], [at - 0.42, at + 0.42], color="black", linewidth=2, label=label)
+            label = ""  # once in the legend
+    axes.set_yticks(range(len(steps)), [step.label for step in steps], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of the measured step")
+    axes.set_title(title, fontsize=10)
+    figure.legend(loc="outside right center", fontsize=8)
+    _save(figure, path)
 
 
 def draw_roofline(

@@ -371,6 +371,28 @@ def test_script_writes_records_tables_and_a_picture(monkeypatch, tmp_path, capsy
     assert "gate_up\tjit(step)" in (traces / "decode-tiny-4b-rows1.tsv").read_text()
 
 
+def test_times_are_kept_when_the_profile_breaks_off(monkeypatch, tmp_path):
+    """The first step has its profile, the second one's never ends: both times are in the file, once each."""
+    event = DeviceEvent("nvjet", "jit(step)/layer_0/mlp/gate_up/dot_general", "jit_step", 0, 3000, "Stream #1")
+    traces = [DeviceTrace((event,))]
+
+    def trace(*_, **__):
+        if not traces:
+            raise KeyboardInterrupt
+        return traces.pop()
+
+    monkeypatch.setattr(profile_step, "make_engine", lambda *_: kit("off").engine())
+    monkeypatch.setattr(steps, "trace_step", trace)
+    results = tmp_path / "r.json"
+    argv = ["profile_step.py", "--preset=tiny-4b", "--decode_rows=1,3", "--context=100", "--prefill="]
+    argv += ["--repeats=1", "--dispatches=1", "--profiled_steps=1", f"--results={results}"]
+    assert profile_step.main(argv) == 130
+    first, second = read_records(results)
+    assert [record.cell for record in (first, second)] == ["decode/tiny-4b/rows1", "decode/tiny-4b/rows3"]
+    assert first.metrics["parts"] and first.settings["profiled_steps"] == 1
+    assert second.metrics["step_ms"] > 0 and "parts" not in second.metrics and second.settings["profiled_steps"] == 0
+
+
 def test_launches_are_printed_and_recorded(engine):
     kinds = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
     names = {"linear_attention": "gdn_decode", "full_attention": "kv_write"}
