@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 
-from qwen35_jax.bench import part_tables, pictures
+from qwen35_jax.bench import floors, part_tables, pictures
 from qwen35_jax.bench.known import load_known, load_peers
 from qwen35_jax.bench.records import Record, append_records
+from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import UserInputError
 from scripts import bench_report
 
@@ -370,6 +371,19 @@ def test_the_rows_of_parts_in_this_checkout_add_up_to_the_steps():
         assert total == pytest.approx(part_tables.step_ms(column.record)), column.title
         if column.record.cell.startswith("decode/"):
             assert column.floors["step"] == pytest.approx(column.record.metrics["floor_ms"]), column.title
+
+
+def test_rates_of_a_prefills_products_count_what_could_be_part_of_them(root):
+    """4B has 3.467e9 parameters that each prompt token meets; 80 ms are theirs, 40 of attention are not."""
+    parts = {"gate_up": 30.0, "gemm": 47.5, "swiglu": 0.5, "add_rms_norm": 2.0, "paged_prefill_attention": 40.0}
+    profile = {"tok_s": 1e5, "step_ms": 120.0, "idle_ms": 0.0, "parts": parts}
+    add(root, "prefill/4b/8192", profile)
+    add(root, "decode/4b/rows64", PROFILED)
+    text = make(root)
+    assert floors.prompt_parameters(ModelConfig.preset("4b")) == 3_466_854_400
+    rate = 2 * 3_466_854_400 * 8192 / 80e-3 / 1e12
+    assert f"residual sums and norms, TFLOP/s: {rate:.0f} (8,192 tokens)." in section(text, "prefill_parts")
+    assert "TFLOP/s" not in section(text, "decode_parts")
 
 
 def test_check_sees_a_change_in_a_table_of_parts(root, capsys):

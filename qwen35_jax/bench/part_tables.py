@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from qwen35_jax.bench import floors
 from qwen35_jax.bench.device_trace import PARTS
 from qwen35_jax.bench.known import Known, part_floors_ms, size_order
 from qwen35_jax.bench.markdown import NO_FIGURE, join, measured, number, percent, table
 from qwen35_jax.bench.records import Record, parse_cell
+from qwen35_jax.config import ModelConfig
 
 LAUNCHES = {"gdn_layer": "a GDN layer", "attention_layer": "an attention layer", "other": "outside of layers"}
 """What a record counts launches of, in words."""
@@ -78,7 +80,7 @@ def part_table(columns: Sequence[Column]) -> str:
     def line(words: str, values: Sequence[float | None], word: Callable[[float | None], str] = milliseconds) -> None:
         rows.append([words, *(word(value) for value in values)])
 
-    def floors(part: str, times: Sequence[float | None]) -> None:
+    def floor_lines(part: str, times: Sequence[float | None]) -> None:
         least = [column.floor(part) for column in columns]
         if any(least):
             line(f"{_INDENT}floor", least)
@@ -89,7 +91,7 @@ def part_table(columns: Sequence[Column]) -> str:
         times = [column.sum_of(names) for column in columns]
         if any(ms is not None for ms in times):
             line(words, times)
-            floors(part, times)
+            floor_lines(part, times)
 
     block("GEMMs", "**GEMMs**", PARTS["GEMMs"])
     for part in PARTS["GEMMs"]:
@@ -105,7 +107,7 @@ def part_table(columns: Sequence[Column]) -> str:
         line("counted twice", [-column.twice_ms or 0.0 for column in columns])
     times = [step_ms(column.record) for column in columns]
     line("**step**", times)
-    floors("step", times)
+    floor_lines("step", times)
     return table(["ms", *(column.title for column in columns)], rows)
 
 
@@ -128,6 +130,25 @@ def clocks(columns: Sequence[Column]) -> str:
             pair = " / ".join(number(found.get(when, {}).get("sm_clock_mhz")) for when in ("timed", "profiled"))
             said.append(f"{pair} ({column.title})")
     return f"SM clock while timed / profiled, MHz: {', '.join(said)}." if said else ""
+
+
+def product_rates(columns: Sequence[Column]) -> str:
+    """Operations a second of a prefill's products, with what could be part of them, as a sentence.
+
+    The operations are those of :func:`~qwen35_jax.bench.floors.prefill_floor_s`, 2 a parameter and token; the time is
+    that of the products, the MLP's activation, and the residual sums with their norms.
+    """
+    said = []
+    for column in columns:
+        cell = parse_cell(column.record.cell)
+        if cell.kind != "prefill" or not column.floors or cell.load is None:
+            continue
+        ms = column.sum_of([*PARTS["GEMMs"], "swiglu", "add_rms_norm"])
+        if ms:
+            operations = 2 * floors.prompt_parameters(ModelConfig.preset(cell.subject)) * cell.load
+            said.append(f"{number(operations / ms / 1e9)} ({column.title})")
+    words = "Products with the activation between them, residual sums and norms, TFLOP/s"
+    return f"{words}: {', '.join(said)}." if said else ""
 
 
 def sources(columns: Sequence[Column], results: str) -> str:
@@ -162,6 +183,7 @@ def parts_section(kind: str) -> Callable[[Known, str], str]:
             join(
                 f"**{size.upper()}**, {sources(columns, results)}",
                 part_table(columns),
+                product_rates(columns),
                 launches(columns),
                 clocks(columns),
             )
