@@ -31,6 +31,7 @@ from jax import lax
 
 import pallas_kernels
 from pallas_kernels import records, registry
+from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
 KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
@@ -381,8 +382,24 @@ def _worst_error(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]
     return error.ravel()[place], place
 
 
-def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any], command: str) -> dict[str, Any]:
-    """A result record of the project's results files."""
+def record(
+    measurement: Measurement,
+    ceilings: Ceilings,
+    settings: dict[str, Any],
+    command: str,
+    commit: str,
+    variant: str = "",
+) -> dict[str, Any]:
+    """A result record of the project's results files, of something measured just now.
+
+    Args:
+        measurement: without its peer, see :func:`with_peer`.
+        ceilings: of the device.
+        settings: of the run.
+        command: of the run.
+        commit: of the code.
+        variant: suffix of the cell, see :func:`pallas_kernels.records.variant`.
+    """
     spec = measurement.spec
     metrics: dict[str, Any] = {"us": measurement.microseconds, "spread": measurement.spread}
     if spec.bound == "bytes":
@@ -390,9 +407,6 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
     else:
         metrics["tflop_s"] = measurement.flops_per_s / 1e12
     metrics["share_of_ceiling"] = measurement.share(ceilings)
-    if measurement.peer is not None:
-        name, metrics["peer_us"] = measurement.peer
-        settings = {"peer": name, **settings}
     metrics["measured_copy_tb_s"] = ceilings.measured_bytes_per_s / 1e12
     settings = {
         "implementation": measurement.implementation,
@@ -400,7 +414,15 @@ def record(measurement: Measurement, ceilings: Ceilings, settings: dict[str, Any
         "layers": spec.num_layers,
         **settings,
     }
-    return records.result(f"kernel/{spec.op}/{spec.name}", metrics, settings, measurement.checks, command)
+    cell = f"kernel/{spec.op}/{spec.name}{variant}"
+    return records.result(cell, metrics, settings, measurement.checks, command, commit)
+
+
+def with_peer(record: dict[str, Any], peer: tuple[str, float]) -> dict[str, Any]:
+    """A record that also says what another library took; its date stays that of our own time."""
+    name, microseconds = peer
+    metrics, settings = record["metrics"] | {"peer_us": microseconds}, {"peer": name} | record["settings"]
+    return record | {"metrics": metrics, "settings": settings}
 
 
 def _say(line: str) -> None:
@@ -438,12 +460,13 @@ def main(
     peer: Callable[[Spec], tuple[str, float] | None] | None = None,
     check: Callable[[Sequence[Spec]], None] | None = None,
 ) -> int:
-    """Command line; returns 1 if an output was wrong.
+    """Command line; returns 1 if an output was wrong, a peer failed, or no spec could be measured.
 
     Args:
         argv: the flags; None takes the process's own.
         program: what was called, for the records.
-        peer: another library's function for a spec: its name and microseconds, or None where there is none.
+        peer: another library's function for a spec: its name and microseconds, or None where there is none. Peers come
+            after all of our own times, which neither their failures nor what they leave on the device can touch.
         check: called with the chosen specs before anything is compiled; raises what makes the run pointless.
     """
     ops = [op.name for op in registry.all_ops()]
@@ -451,8 +474,15 @@ def main(
     parser.add_argument("--op", default="*", help=f"pattern over {', '.join(ops)}")
     parser.add_argument("--spec", default="4b-*", help="pattern over spec names")
     parser.add_argument("--tiny", action="store_true", help="tiny specs only, all of them unless --spec is given")
-    parser.add_argument("--implementation", default=registry.AUTO)
-    parser.add_argument("--dtype", default=None, help="activation dtype instead of the spec's")
+    parser.add_argument(
+        "--implementation", default=registry.AUTO, help="by name, which then is in the name of the cell"
+    )
+    parser.add_argument(
+        "--dtype",
+        default=None,
+        choices=list(records.DTYPE_SUFFIXES),
+        help="of activations, instead of the spec's; if it is another, the name of the cell says so",
+    )
     parser.add_argument("--calls", type=int, default=8, help="calls of a round, each with inputs of its own")
     parser.add_argument(
         "--rounds", type=int, default=0, help="rounds a program; 0: so many that its dispatch is hidden"
@@ -475,23 +505,21 @@ def main(
     if check is not None:
         check(chosen)
     try:
-        earlier = records.records_in(options.output) if options.output else []
+        kept = records.ResultsFile(options.output)
     except ValueError as error:
         parser.error(f"--output: {error}")
+    commit = current_commit()
     command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
     ceilings = measure_ceilings(options.copy_bytes)
     settings = {"calls": options.calls, "dispatches": options.dispatches, "samples": options.samples}
     measurements: list[Measurement] = []
-
-    def keep() -> None:
-        """A run that is cut keeps what it has."""
-        if options.output:
-            own = [record(item, ceilings, settings, command) for item in measurements]
-            records.write_json(options.output, earlier + own)
+    own: list[dict[str, Any]] = []
+    named = None if options.implementation == registry.AUTO else options.implementation
 
     # All is compiled before anything is timed: trying products on the device while another program is being timed
     # would disturb it.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        usual = {(spec.op, spec.name): spec.dtype for spec in chosen}
         if options.dtype:
             chosen = [dataclasses.replace(spec, dtype=options.dtype) for spec in chosen]
         if not options.tiny:
@@ -519,14 +547,30 @@ def main(
     while prepared:
         ready = prepared.pop(0)  # its data is freed with it
         _say(f"timing {ready.spec.op}/{ready.spec.name}, {len(prepared)} to come")
+        spec = ready.spec
         measurements.append(measure(ready, dispatches=options.dispatches, samples=options.samples))
-        keep()
-        if peer is not None:  # it may fail
-            measurements[-1] = dataclasses.replace(measurements[-1], peer=peer(ready.spec))
-            keep()
+        other = spec.dtype if spec.dtype != usual[spec.op, spec.name] else None
+        variant = records.variant(dtype=other, implementation=named)
+        own.append(record(measurements[-1], ceilings, settings, command, commit, variant))
+        kept.keep(own)
+    broken = False
+    for number, item in enumerate(measurements if peer is not None else ()):
+        _say(f"{item.spec.op}/{item.spec.name}: the peer")
+        try:
+            found = peer(item.spec)
+        except Exception as error:  # another library's, of any kind: the next one may be all right
+            _say(f"{item.spec.op}/{item.spec.name}: the peer failed: {type(error).__name__}: {error}")
+            broken = True
+            continue
+        if found is not None:
+            measurements[number], own[number] = dataclasses.replace(item, peer=found), with_peer(own[number], found)
+            kept.keep(own)
+    if not measurements:
+        _say("error: nothing was measured")
+        return 1
     print(f"{jax.devices()[0].device_kind}: copy {ceilings.measured_bytes_per_s / 1e12:.3f} TB/s in this run")
     print(table(measurements, ceilings))
-    return 1 if any(item.checks["first_mismatch"] for item in measurements) else 0
+    return 1 if broken or any(item.checks["first_mismatch"] for item in measurements) else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python scripts/bench_peers.py --spec='4b-*' --output=benchmarks/results/kernels.json
 
-Flags are those of ``python -m pallas_kernels.bench``; records get ``peer_us``. The peers, which are imported only here:
+Flags are those of ``python -m pallas_kernels.bench``; records get ``peer_us``. All of our own times come first: one of
+a peer that fails is left out, and the exit code is 1. The peers, which are imported only here:
 
 * ``gdn_prefill``: flash-linear-attention's ``chunk_gated_delta_rule`` (packages ``fla-core``, ``einops``, ``torch``) on
   heads, lengths and states of the spec, its own normalisation of queries and keys switched on, gates ready made;
@@ -42,7 +43,7 @@ class MissingPeer(ImportError):
 
 
 def check(specs: Sequence[Spec]) -> None:
-    """Look for the libraries that specs need, without importing them: what is timed first must not run beside them.
+    """Look for the libraries that specs need, without importing them: our own kernels must not run beside them.
 
     Raises:
         MissingPeer: one is not installed.
@@ -147,7 +148,7 @@ def _middle(several: Callable[[], Any], calls: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The kernels' bench with its peers; 2 if one of them is not here."""
+    """The kernels' bench with its peers; 2 if the library of one is not installed."""
     try:
         return bench.main(argv, program="python scripts/bench_peers.py", peer=measure, check=check)
     except MissingPeer as missing:

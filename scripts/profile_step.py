@@ -5,8 +5,8 @@
 Random weights are made on the device, and of the engine's programs only those are compiled that the steps need. Each
 step is timed without the profiler, then run under it: a table gives the kernels' time by part of the model, the time in
 which nothing ran (the measured step less its kernels), the launches a layer, and the floor. One record a step goes to
---results: cells ``decode/<size>/rows<N>`` and ``prefill/<size>/<tokens>`` (prompts of 1024 tokens; others have a
-suffix).
+--results: cells ``decode/<size>/rows<N>`` (--context=1100) and ``prefill/<size>/<tokens>`` (prompts of 1024 tokens), of
+the greedy sampler. What is otherwise is in a suffix.
 
     python scripts/profile_step.py --preset=4b --decode_rows= --prefill= --long_prompt=131072 \\
         --max_model_len=135168 --max_num_seqs=8 --num_kv_pages=2112
@@ -31,7 +31,14 @@ from qwen35_jax.bench import cells, floors, long_prompt, steps
 from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, kernel_list, launches_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
 from qwen35_jax.bench.pictures import NOT_PROFILED, StepBar, draw_steps
-from qwen35_jax.bench.records import Record, append_records, make_record, replace_record
+from qwen35_jax.bench.records import (
+    Record,
+    append_records,
+    check_results,
+    make_record,
+    own_commit,
+    replace_record,
+)
 from qwen35_jax.bench.steps import StepCheck, StepLoad, StepTime
 from qwen35_jax.bench.workload import lognormal
 from qwen35_jax.cache import MemoryPlanError
@@ -47,6 +54,7 @@ from qwen35_jax.weights import random_params
 from schedulers import BucketLadder, BucketOverflow
 
 STANDARD_PROMPT = 1024  # prompts of this length make the cell without a suffix
+STANDARD_CONTEXT = 1100  # and decode rows of this context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +165,16 @@ def ragged_lengths(tokens: int) -> tuple[int, ...]:
     return tuple(np.diff(ends[:count], prepend=0).tolist())
 
 
-def cells_of(size: str, rows: Sequence[int], prefill: Mapping[str, tuple[int, ...]], suffix: str) -> list[Cell]:
+def cells_of(
+    size: str,
+    rows: Sequence[int],
+    prefill: Mapping[str, tuple[int, ...]],
+    suffix: str,
+    context: int = STANDARD_CONTEXT,
+) -> list[Cell]:
     """The steps of a run."""
-    found = [Cell(f"decode/{size}/rows{n}{suffix}", rows=n) for n in rows]
+    far = "" if context == STANDARD_CONTEXT else f"@context{context}"
+    found = [Cell(f"decode/{size}/rows{n}{suffix}{far}", rows=n) for n in rows]
     for name, lengths in prefill.items():
         own = "" if set(lengths) == {STANDARD_PROMPT} else f"@{name}"
         found.append(Cell(f"prefill/{size}/{sum(lengths)}{suffix}{own}", lengths=lengths))
@@ -389,7 +404,7 @@ def flags() -> CommandLine:
     line.group("Steps")
     line.define("str", "preset", None, f"One of {', '.join(PRESETS)}.")
     line.define("str", "decode_rows", "1,8,16,64,128,256", "Rows of the decode steps; empty for none.")
-    line.define("int", "context", 1100, "Tokens that each decode row attends to.")
+    line.define("int", "context", STANDARD_CONTEXT, "Tokens that each decode row attends to.")
     line.define("str", "prefill", "8x1024", "Prefill steps: <prompts>x<tokens> or ragged; empty for none.")
     line.define("int", "long_prompt", 0, "Tokens of a long prompt, in chunks of --max_num_batched_tokens; 0 for none.")
     line.define("str", "variant", "greedy", f"Sampler variant of the programs: {', '.join(VARIANTS)}; rows are greedy.")
@@ -421,9 +436,13 @@ def _run(line: CommandLine) -> int:
     check_long_prompt(line.long_prompt, config)
     model = ModelConfig.preset(line.preset)
     prefill = parse_prefill(line.prefill, min(8192, config.max_num_batched_tokens))
-    wanted = cells_of(line.preset.lower(), parse_rows(line.decode_rows), prefill, cells.suffixes(config))
+    suffix = cells.suffixes(config, line.variant)
+    wanted = cells_of(line.preset.lower(), parse_rows(line.decode_rows), prefill, suffix, line.context)
     if not wanted and not line.long_prompt:
         raise UserInputError("nothing to measure: --decode_rows and --prefill are both empty, --long_prompt is 0")
+    if line.results:
+        check_results(line.results)
+    own_commit()
     engine = make_engine(line.preset, config, wanted, line.context, line.variant, line.long_prompt)
     found = []
     for cell in wanted:

@@ -93,6 +93,16 @@ def test_figures_stand_beside_vllm_and_the_floor(root):
     assert front.startswith("# Front\n") and front.endswith("\nafter\n"), "text around the markers stays"
 
 
+def test_the_front_page_says_which_figures_no_commit_has(root):
+    add(root, "decode/4b/rows64", {"step_ms": 8.0}, commit="0123456789+dirty")
+    add(root, "decode/4b/rows1", {"step_ms": 3.0}, commit="unknown")
+    add(root, "decode/4b/rows256", {"step_ms": 20.0})
+    make(root)
+    front = (root / "README.md").read_text()
+    figures = [line.split(" | ")[2] for line in front.splitlines() if "decode step" in line]
+    assert figures == ["3.00 (no commit has this code)", "8.00 (no commit has this code)", "20.0"]
+
+
 def test_the_floor_follows_the_record(root):
     add(root, "decode/4b/rows64", {"step_ms": 8.0}, settings={"context": 100_000})
     add(root, "decode/4b/rows64@bf16state", {"step_ms": 8.0}, settings={"context": 1088})

@@ -36,11 +36,13 @@ from pallas_kernels import records, registry
 from pallas_kernels.gdn_decode.reference import split_projected
 from pallas_kernels.gdn_decode.specs import GdnDecodeSpec
 from pallas_kernels.numerics import L2_EPSILON, round_to, silu
+from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import REAL_MODELS, TINY_MODELS
 
 GATES = ("initial", "mixed", "none")
 STATE_DTYPES = ("float32", "bfloat16")
 _MARKS_A_DECADE = 4
+_DTYPE = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +194,16 @@ def table(found: dict[str, Drift]) -> str:
     return "\n".join(lines)
 
 
-def record(spec: GdnDecodeSpec, gates: str, found: dict[str, Drift], command: str, seed: int) -> dict[str, Any]:
-    """A record of the project's results files, cell ``drift/gdn_decode/<spec>-<gates>``.
+def record(
+    spec: GdnDecodeSpec,
+    gates: str,
+    found: dict[str, Drift],
+    command: str,
+    commit: str,
+    seed: int,
+    variant: str = "",
+) -> dict[str, Any]:
+    """A record of the project's results files, cell ``drift/gdn_decode/<spec>-<gates>`` with the suffix ``variant``.
 
     The float32 state is held to 1e-3 at every step: beyond it the kernel is wrong, not imprecise.
     """
@@ -221,7 +231,8 @@ def record(spec: GdnDecodeSpec, gates: str, found: dict[str, Drift], command: st
         "seed": seed,
     }
     checks = {"rows_compared": spec.num_rows, "first_mismatch": wrong, "skipped": 0}
-    return records.result(f"drift/gdn_decode/{spec.name}-{gates}", metrics, settings, checks, command)
+    cell = f"drift/gdn_decode/{spec.name}-{gates}{variant}"
+    return records.result(cell, metrics, settings, checks, command, commit)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,16 +244,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--gates", default="initial,none", help=f"some of {', '.join(GATES)}, with commas between them")
-    parser.add_argument("--dtype", default="bfloat16", help="activation dtype")
-    parser.add_argument("--implementation", default=registry.AUTO)
+    parser.add_argument(
+        "--dtype",
+        default=_DTYPE,
+        choices=list(records.DTYPE_SUFFIXES),
+        help="of activations; another than the default is in the name of the cell",
+    )
+    parser.add_argument(
+        "--implementation", default=registry.AUTO, help="by name, which then is in the name of the cell"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default=None, help="JSON file to write the records to, replacing it")
+    parser.add_argument("--output", default=None, help="JSON file to append the records to")
     options = parser.parse_args(argv)
     wanted = options.gates.split(",")
     if unknown := [name for name in wanted if name not in GATES]:
         parser.error(f"--gates: {unknown[0]!r} is none of {', '.join(GATES)}")
     if options.rows < 1 or options.steps < 1:
         parser.error("--rows and --steps must be positive")
+    try:
+        file = records.ResultsFile(options.output)
+    except ValueError as error:
+        parser.error(f"--output: {error}")
     spec = GdnDecodeSpec(
         name=f"{options.model}-rows{options.rows}",
         model=(REAL_MODELS | TINY_MODELS)[options.model],
@@ -250,14 +272,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=options.dtype,
     )
     command = shlex.join(["python", "-m", "pallas_kernels.gdn_decode.drift", *(sys.argv[1:] if argv is None else argv)])
-    kept = []
+    commit, kept = current_commit(), list[dict[str, Any]]()
+    variant = records.variant(
+        dtype=None if options.dtype == _DTYPE else options.dtype,
+        implementation=None if options.implementation == registry.AUTO else options.implementation,
+    )
     for gates in wanted:
         found = measure(spec, gates, options.steps, options.implementation, options.seed)
-        kept.append(record(spec, gates, found, command, options.seed))
+        kept.append(record(spec, gates, found, command, commit, options.seed, variant))
+        file.keep(kept)
         print(f"{spec.name}, gates {gates}, {found['bfloat16'].implementation} on {jax.devices()[0].device_kind}")
         print(table(found), flush=True)
-    if options.output:
-        records.write_json(options.output, kept)
     return 1 if any(item["checks"]["first_mismatch"] for item in kept) else 0
 
 

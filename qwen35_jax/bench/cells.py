@@ -26,6 +26,7 @@ from qwen35_jax.progress import ProgressFn, silent
 if TYPE_CHECKING:
     from qwen35_jax.config import EngineConfig, ModelConfig
     from qwen35_jax.engine import Engine
+    from qwen35_jax.steps import Variant
 
 OPEN_REQUESTS = 256
 THROUGHPUT_REQUESTS = 1024
@@ -156,8 +157,8 @@ def size_of(model_config: ModelConfig) -> str | None:
     return None
 
 
-def suffixes(config: EngineConfig) -> str:
-    """The variants of an engine's options that cells name."""
+def suffixes(config: EngineConfig, variant: Variant = "greedy") -> str:
+    """The variants of an engine's options that cells name; ``variant`` is the sampler of single steps."""
     found = ""
     if config.dtype == "float32":
         found += "@fp32"
@@ -165,7 +166,7 @@ def suffixes(config: EngineConfig) -> str:
         found += "@bf16state"
     if config.decode_overlap == "device":
         found += "@device"
-    return found
+    return found + ("" if variant == "greedy" else f"@{variant}")
 
 
 def settings_of(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ rule of :mod:`~qwen35_jax.bench.checks`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 import statistics
 import time
@@ -24,7 +25,7 @@ import numpy as np
 from qwen35_jax.bench import cells, steps
 from qwen35_jax.bench.checks import BF16_MARGIN
 from qwen35_jax.bench.clocks import Clocks, reader
-from qwen35_jax.bench.device_trace import kernel_list
+from qwen35_jax.bench.device_trace import DeviceTrace, kernel_list
 from qwen35_jax.bench.floors import chunk_floors_s
 from qwen35_jax.bench.known import chunk_floors_ms
 from qwen35_jax.bench.records import Record, make_record
@@ -36,6 +37,8 @@ from qwen35_jax.errors import UserInputError
 from qwen35_jax.programs import fetch
 from qwen35_jax.steps import ProgramKey, ResultRows, Variant
 from schedulers import BucketLadder
+
+log = logging.getLogger(__name__)
 
 STANDARD_CHUNK = 8192
 """Chunks of this size make the cell without a suffix."""
@@ -244,7 +247,7 @@ def measure(
         "repeats": repeats,
         "chunks": chunks,
     }
-    suffix = cells.suffixes(engine.config) + ("" if chunk == STANDARD_CHUNK else f"@chunk{chunk}")
+    suffix = cells.suffixes(engine.config, variant) + ("" if chunk == STANDARD_CHUNK else f"@chunk{chunk}")
     return make_record(
         f"long/{size}/{tokens}{suffix}",
         metrics,
@@ -299,9 +302,10 @@ def profiled(
     steps.fill_pools(engine, load)
     try:
         trace = steps.trace_step(engine, load, dispatches=number, directory=files and str(files))
-    except RuntimeError:  # the times are there and stay
-        return record
+    except RuntimeError as error:  # the times are there and stay
+        trace = DeviceTrace((), f"profiling failed: {error}")
     if not trace.events:
+        log.warning("%s: no parts of the last chunk: %s", record.cell, trace.note)
         return record
     if files is not None:
         files.with_name(f"{files.name}.tsv").write_text(kernel_list(trace, number), encoding="utf-8")

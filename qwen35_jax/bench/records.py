@@ -7,16 +7,15 @@ shows figures takes the newest record of each cell (:func:`newest`). The cell's 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import os
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.provenance import DIRTY, UNKNOWN_COMMIT, current_commit
+from pallas_kernels.records import unwritable, write_json
 from qwen35_jax.errors import UserInputError
 
 _CHECKOUT = Path(__file__).resolve().parent.parent.parent
@@ -254,7 +254,7 @@ def make_record(
         metrics=_plain(metrics),
         device=kind,
         device_count=device_count,
-        commit=current_commit(),
+        commit=own_commit(),
         jax=jax.__version__,
         command=own_command() if command is None else command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -274,6 +274,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def own_commit() -> str:
+    """The commit of the code that this process runs: as it was when this was first called, whatever follows it.
+
+    Commands that measure for minutes call it when they begin.
+    """
+    return current_commit()
+
+
 def own_command() -> str:
     """The command line of this process, without the directories of this machine around its program."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -286,6 +295,18 @@ def own_command() -> str:
     else:
         head = [program.name]
     return shlex.join([*head, *sys.argv[1:]])
+
+
+def check_results(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that records cannot be appended to, before anything is measured for it.
+
+    Raises:
+        UserInputError: it is there and no results file, or cannot be written; the message names it.
+    """
+    if why := unwritable(path):
+        raise UserInputError(f"--results={path} {why}")
+    if Path(path).exists():
+        read_records(path)
 
 
 def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
@@ -314,21 +335,8 @@ def replace_record(path: str | os.PathLike[str], before: Record, after: Record) 
 
 
 def _write(path: Path, records: Sequence[Record]) -> None:
-    text = json.dumps([record.to_dict() for record in records], indent=1, allow_nan=False) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_json(path, [record.to_dict() for record in records])
     except OSError as error:
         raise UserInputError(f"{path}: cannot write results: {error.strerror or error}") from error
 

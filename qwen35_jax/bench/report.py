@@ -331,6 +331,8 @@ def summary_section(known: Known, results: str) -> str:
             cell = form.format(size)
             if (record := known.record(cell, metric)) is not None:
                 row = headline_row(known, cell, metric)
+                if record.dirty:  # this table names no commits
+                    row["ours"] += " (no commit has this code)"
                 rows.append([size.upper(), words, *(row[name] for name in ("ours", "vllm", "floor", "share", "bound"))])
                 devices.add(record.device)
     if not rows:

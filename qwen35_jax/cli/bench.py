@@ -115,7 +115,7 @@ def run() -> NoReturn:
 def _run(line: CommandLine, kind: str | None, make_engine: Callable[..., Engine] | None) -> int:
     # Everything that can be wrong is looked at before the engine is made.
     from qwen35_jax.bench.cells import CellOptions
-    from qwen35_jax.bench.records import read_records
+    from qwen35_jax.bench.records import check_results, own_commit
     from qwen35_jax.bench.start import CacheCounter, check_start
     from qwen35_jax.llm import engine_config
     from qwen35_jax.progress import Progress
@@ -125,10 +125,9 @@ def _run(line: CommandLine, kind: str | None, make_engine: Callable[..., Engine]
     model_config, size = _model(line)
     if line.start_cell not in (None, "cold", "warm"):
         raise UserInputError(f"--start_cell must be cold or warm, got {line.start_cell!r}")
-    if line.results and os.path.isdir(line.results):
-        raise UserInputError(f"--results={line.results} is a directory, it must be a file")
-    if line.results and os.path.exists(line.results):
-        read_records(line.results)
+    if line.results:
+        check_results(line.results)
+    own_commit()
     config = engine_config(_engine_options(line, specs))
     if line.start_cell is not None:
         check_start(line.start_cell, config.compilation_cache_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 
@@ -51,23 +52,113 @@ def test_records_are_appended_to_those_of_other_runs(tmp_path, capsys):
         assert bench.main(arguments) == 0
     cells = [record["cell"] for record in json.loads(output.read_text())]
     assert cells == ["kernel/causal_conv/tiny1-ragged", "kernel/causal_conv/tiny2-ragged"]
-    for text, why in (("{", "is no JSON"), ("{}", "is no list of records")):
+    settings = '[{"implementation": "triton", "device": "NVIDIA H200"}]'  # a list of something else
+    for text, why in (("{", "is no JSON"), ("{}", "is no list of records"), (settings, "is no list of records")):
         output.write_text(text)
         with pytest.raises(SystemExit):  # before anything is measured
             bench.main(arguments)
         assert f"{output} {why}" in capsys.readouterr().err and output.read_text() == text
+    for path, why in ((tmp_path, "is a directory"), (output / "x.json", "kernels.json is no directory")):
+        with pytest.raises(SystemExit):
+            bench.main([*arguments[:-1], f"--output={path}"])
+        assert why in capsys.readouterr().err
 
 
-def test_a_peer_that_fails_leaves_the_kernels_own_time(tmp_path):
+def test_what_other_runs_add_meanwhile_stays(tmp_path, monkeypatch):
+    output, good = str(tmp_path / "kernels.json"), bench.measure
+    other = records.result("kernel/x/y", {"us": 1.0}, {}, {}, "another command", "abc")
+
+    def measure(ready, **how):
+        records.write_json(output, [*records.records_in(output), other])
+        return good(ready, **how)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert bench.main(["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK, f"--output={output}"]) == 0
+    cells = [record["cell"] for record in records.records_in(output)]
+    own = ["kernel/kv_write/tiny1-ragged", "kernel/kv_write/tiny1-ragged@keys"]
+    assert sorted(cells) == sorted([*own, other["cell"], other["cell"]])
+
+
+def test_a_record_is_of_when_it_was_measured(tmp_path, monkeypatch):
+    """Neither later writes nor commits that are made meanwhile change it."""
+    output, commits, seen = tmp_path / "kernels.json", iter(["first", "second"]), []
+    write = records.write_json
+
+    def spy(path, value):
+        seen.append([record["date"] for record in value])
+        write(path, value)
+
+    class Clock(datetime.datetime):
+        hour = 0
+
+        @classmethod
+        def now(cls, tz=None):
+            cls.hour += 1
+            return datetime.datetime(2026, 1, 2, cls.hour, tzinfo=tz)
+
+    monkeypatch.setattr(bench, "current_commit", lambda: next(commits))
+    monkeypatch.setattr(records, "write_json", spy)
+    monkeypatch.setattr(records.datetime, "datetime", Clock)
+    flags = ["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK, f"--output={output}"]
+    assert bench.main(flags, peer=lambda spec: ("another", 1.0)) == 0
+    first, second = "2026-01-02T01:00:00+00:00", "2026-01-02T02:00:00+00:00"
+    assert seen == [[first], [first, second], [first, second], [first, second]], "of two times and two peers"
+    assert {record["commit"] for record in json.loads(output.read_text())} == {"first"}
+
+
+def test_a_figure_that_is_not_finite_does_not_spoil_the_file(tmp_path, monkeypatch):
+    """What a wrong kernel gives must not cost the records beside it: JSON has no NaN."""
+    output, good = tmp_path / "kernels.json", bench.compare
+    wrong = {"max_abs_delta": math.nan, "errors": {"output": math.inf}, "first_mismatch": ["output", 0]}
+    monkeypatch.setattr(bench, "compare", lambda ready: good(ready) | wrong)
+    assert bench.main(["--tiny", "--op=kv_write", "--spec=tiny1-ragged", *QUICK, f"--output={output}"]) == 1
+    (record,) = json.loads(output.read_text(), parse_constant=pytest.fail)
+    assert record["checks"]["max_abs_delta"] == "nan" and record["checks"]["errors"] == {"output": "inf"}
+    assert record["checks"]["first_mismatch"] == ["output", 0]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        records.write_json(str(output), [math.nan])
+
+
+@pytest.mark.parametrize(
+    ("flags", "cell"),
+    [
+        (["--dtype=bfloat16"], "kernel/causal_conv/tiny1-ragged"),  # what it is anyway
+        (["--dtype=float32"], "kernel/causal_conv/tiny1-ragged@fp32"),
+        (["--dtype=float32", "--implementation=reference"], "kernel/causal_conv/tiny1-ragged@fp32@reference"),
+    ],
+)
+def test_what_was_asked_for_otherwise_is_another_cell(tmp_path, flags, cell):
+    output = tmp_path / "kernels.json"
+    assert bench.main(["--tiny", "--op=causal_conv", "--spec=tiny1-*", *flags, *QUICK, f"--output={output}"]) == 0
+    (record,) = json.loads(output.read_text())
+    assert record["cell"] == cell
+
+
+def test_a_run_that_measures_nothing_fails(capsys):
+    """No Hopper kernel takes anything here: every spec is declined."""
+    flags = ["--tiny", "--op=kv_write", "--spec=tiny1-*", "--implementation=mosaic_sm90", *QUICK]
+    assert bench.main(flags) == 1
+    said = capsys.readouterr().err
+    assert "kv_write/tiny1-ragged: not measured" in said and "error: nothing was measured" in said
+
+
+def test_a_peer_that_fails_costs_no_time_of_ours_and_no_other_peer(tmp_path, capsys):
     output = tmp_path / "kernels.json"
 
     def peer(spec):
-        raise RuntimeError(f"no peer for {spec.name}")
+        if spec.name == "tiny1-ragged":
+            raise RuntimeError(f"no peer for {spec.name}")
+        times = [record["metrics"]["us"] for record in json.loads(output.read_text())]
+        assert len(times) == 2, "ours come first"
+        return "another", 12.5
 
-    with pytest.raises(RuntimeError, match="no peer for tiny1-"):
-        bench.main(["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK, f"--output={output}"], peer=peer)
-    (record,) = json.loads(output.read_text())
-    assert record["metrics"]["us"] > 0 and "peer_us" not in record["metrics"]
+    flags = ["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK, f"--output={output}"]
+    assert bench.main(flags, peer=peer) == 1
+    first, second = json.loads(output.read_text())
+    assert first["metrics"]["us"] > 0 and "peer_us" not in first["metrics"]
+    assert second["metrics"]["peer_us"] == 12.5 and second["settings"]["peer"] == "another"
+    told = capsys.readouterr()
+    assert "the peer failed: RuntimeError: no peer for tiny1-ragged" in told.err and "another 12.5 us" in told.out
 
 
 @pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
@@ -100,7 +191,7 @@ def test_a_record(tmp_path, capsys):
     ]
     assert bench.main(arguments) == 0
     (record,) = json.loads(output.read_text())
-    assert record["cell"] == "kernel/causal_conv/tiny1-ragged"
+    assert record["cell"] == "kernel/causal_conv/tiny1-ragged@reference"
     assert record["device"] == jax.devices()[0].device_kind and record["device_count"] == 1
     assert record["jax"] == jax.__version__
     assert record["settings"]["implementation"] == "reference" and record["settings"]["calls"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -82,14 +83,41 @@ def test_a_wrong_float32_state_fails():
     right = dataclasses.replace(good, state=(1e-7, 2e-7))
     endless = dataclasses.replace(good, state=(1e-3, float("nan")))
     for full, low, found in ((right, good, None), (wrong, good, [2, 0.5])):
-        record = drift.record(SPEC, "none", {"float32": full, "bfloat16": low}, "a command", 0)
+        record = drift.record(SPEC, "none", {"float32": full, "bfloat16": low}, "a command", "abc", 0)
         assert record["checks"]["first_mismatch"] == found
-    record = drift.record(SPEC, "none", {"float32": right, "bfloat16": endless}, "a command", 0)
-    assert record["checks"]["first_mismatch"][0] == 2
+    record = drift.record(SPEC, "none", {"float32": right, "bfloat16": endless}, "a command", "abc", 0)
+    assert record["checks"]["first_mismatch"] == [2, "nan"] and record["metrics"]["state_error"] == "nan"
 
 
-@pytest.mark.parametrize(("flag", "words"), [("--gates=some", "'some' is none of initial"), ("--rows=0", "positive")])
-def test_refuses_by_name(flag, words, capsys):
+@pytest.mark.host
+def test_records_are_appended_as_they_come(tmp_path, monkeypatch):
+    """Gates that were followed to the end are kept when the next ones are not."""
+    path, good = tmp_path / "drift.json", drift.measure
+
+    def measure(spec, gates, *how):
+        if gates == "mixed":
+            raise KeyboardInterrupt
+        return good(spec, gates, *how)
+
+    argv = ["--model=tiny1", "--rows=2", "--steps=3", f"--output={path}"]
+    assert drift.main([*argv, "--gates=none", "--dtype=float32", "--implementation=reference"]) == 0
+    monkeypatch.setattr(drift, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        drift.main([*argv, "--gates=initial,mixed"])
+    cells = [record["cell"].removeprefix("drift/gdn_decode/tiny1-rows2-") for record in json.loads(path.read_text())]
+    assert cells == ["none@fp32@reference", "initial"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--gates=some", "'some' is none of initial"),
+        ("--rows=0", "positive"),
+        ("--output=tests", "tests is a directory"),
+    ],
+)
+def test_refuses_by_name(flag, words, capsys, monkeypatch):
+    monkeypatch.chdir(pathlib.Path(__file__).parents[2])
     with pytest.raises(SystemExit):
         drift.main(["--model=tiny1", flag])
     assert words in capsys.readouterr().err

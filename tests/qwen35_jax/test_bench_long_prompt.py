@@ -141,6 +141,15 @@ def test_a_prompt_of_one_chunk_is_none(engine):
         long_prompt.measure(engine, MODEL, "tiny-4b", 256)
 
 
+def test_a_profile_that_failed_is_said(engine, monkeypatch, caplog):
+    """The times stay; that the parts are missing is no secret."""
+    record = long_prompt.measure(engine, MODEL, "tiny-4b", 500, variant="full", repeats=1)
+    assert record.cell == "long/tiny-4b/500@fp32@full@chunk256", "another sampler is another cell"
+    monkeypatch.setattr(steps, "trace_step", mock.Mock(side_effect=RuntimeError("no files")))
+    assert long_prompt.profiled(engine, record, 1, "full") == record
+    assert f"{record.cell}: no parts of the last chunk: profiling failed: no files" in caplog.text
+
+
 def test_the_script_files_a_record(engine, monkeypatch, tmp_path, capsys):
     """On the engine of the other tests, with memory and a trace as a GPU would give."""
     events = (DeviceEvent("nvjet", "jit(step)/layer_0/mlp/gate_up/dot_general", "jit_step", 0, 3000, "Stream #1"),)

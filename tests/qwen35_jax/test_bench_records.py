@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bench as kernel_bench
+from pallas_kernels import records as kernel_records
 from pallas_kernels.provenance import COMMIT_VARIABLE
 from pallas_kernels.spec import tiny_specs_of
 from qwen35_jax.bench import records
@@ -102,7 +103,15 @@ def test_a_wrong_record_is_named(fields, words):
     assert words in str(caught.value)
 
 
-def test_make_record_says_where_and_how(monkeypatch):
+@pytest.fixture
+def fresh_commit():
+    """This process has not looked for its commit yet, and will not have afterwards."""
+    records.own_commit.cache_clear()
+    yield
+    records.own_commit.cache_clear()
+
+
+def test_make_record_says_where_and_how(monkeypatch, fresh_commit):
     monkeypatch.setenv(COMMIT_VARIABLE, "abc+dirty")
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/qwen35-bench", "throughput", "--results=a b.json"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
@@ -116,6 +125,27 @@ def test_make_record_says_where_and_how(monkeypatch):
     assert (made.device, made.device_count) == ("cpu", 1) and made.faults() == ("measured on a CPU",)
     assert made.when.tzinfo is not None
     json.dumps(made.to_dict(), allow_nan=False)
+
+
+def test_what_is_committed_during_a_run_is_not_what_it_measured(monkeypatch, fresh_commit):
+    monkeypatch.setenv(COMMIT_VARIABLE, "before")
+    records.own_commit()  # as commands do before an engine is made
+    monkeypatch.setenv(COMMIT_VARIABLE, "after")
+    assert make_record("start/4b", {"cold_s": 1.0}, settings={}, checks={}).commit == "before"
+
+
+def test_a_file_that_cannot_be_extended_is_refused_beforehand(tmp_path):
+    records.check_results(tmp_path / "new" / "deep" / "r.json")
+    assert not (tmp_path / "new").exists(), "nothing is made"
+    file = tmp_path / "r.json"
+    append_records(file, [record()])
+    records.check_results(file)
+    for path, why in ((tmp_path, "is a directory, it must be a file"), (file / "x.json", "r.json is no directory")):
+        with pytest.raises(UserInputError, match=why):
+            records.check_results(path)
+    file.write_text("{")
+    with pytest.raises(UserInputError, match="not JSON"):
+        records.check_results(file)
 
 
 def test_the_command_of_a_script_or_module_names_no_machine(monkeypatch):
@@ -208,8 +238,12 @@ def test_records_of_the_kernel_harness_have_the_same_schema(tmp_path):
     spec = next(iter(tiny_specs_of("kv_write").values()))
     checks = {"rows_compared": 3, "max_abs_delta": 0.0, "first_mismatch": None, "skipped": 0}
     measurement = kernel_bench.Measurement(spec, "reference", 10.0, 0.1, checks)
-    made = kernel_bench.record(measurement, kernel_bench.Ceilings(1e12, None, 1e12), {"calls": 8}, "a command")
+    made = kernel_bench.record(measurement, kernel_bench.Ceilings(1e12, None, 1e12), {"calls": 8}, "a command", "abc")
     path = tmp_path / "kernels.json"
     path.write_text(json.dumps([made]))
     (got,) = read_records(path)
     assert got.to_dict() == made and parse_cell(got.cell).subject == "kv_write"
+    assert list(made) == list(kernel_records.FIELDS) == list(got.to_dict()), "one schema"
+    kernel_records.ResultsFile(str(path)).keep([made | {"cell": f"{made['cell']}@fp32@mosaic_sm90"}])
+    first, second = read_records(path)
+    assert first == got and parse_cell(second.cell).suffixes == ("fp32", "mosaic_sm90")

@@ -10,7 +10,7 @@ import pytest
 from qwen35_jax import loading
 from qwen35_jax.bench import steps
 from qwen35_jax.bench.device_trace import DeviceEvent, DeviceTrace
-from qwen35_jax.bench.records import read_records
+from qwen35_jax.bench.records import parse_cell, read_records
 from qwen35_jax.cache import PAGE_SIZE
 from qwen35_jax.errors import UserInputError
 from qwen35_jax.sampling_params import SamplingParams
@@ -305,6 +305,8 @@ def test_flags_become_cells():
         "prefill/4b/8192@bf16state@1x8192",
         "prefill/4b/2048@bf16state@ragged",
     ]
+    (far,) = profile_step.cells_of("4b", (1,), {}, "@full", 32768)
+    assert far.name == "decode/4b/rows1@full@context32768" and parse_cell(far.name).load == 1
 
 
 @pytest.mark.parametrize(
@@ -324,12 +326,16 @@ def test_flags_become_cells():
         (["--preset=tiny-4b", "--long_prompt=9000", "--max_model_len=8999"], "fit into --max_model_len=8999, got 9000"),
         (["--preset=tiny-4b", "--trace_dir=t", "--profiled_steps=0"], "--trace_dir keeps what the profiler saw"),
         (["--preset=tiny-4b", "--repeats=0"], "--repeats"),
+        (["--preset=tiny-4b", "--results=tests"], "--results=tests is a directory"),
+        (["--preset=tiny-4b", "--results=README.md"], "README.md: not JSON"),
         (["--preset=tiny-4b", "--dispatches=0"], "--dispatches"),
         (["--preset=5b"], "5b"),
         ([], "--preset is needed"),
     ],
 )
-def test_wrong_flags_exit_with_2(flags, message, capsys):
+def test_wrong_flags_exit_with_2(flags, message, capsys, monkeypatch):
+    monkeypatch.chdir(profile_step.__file__.removesuffix("scripts/profile_step.py"))
+    monkeypatch.setattr(profile_step, "make_engine", None)  # it does not come to that
     assert profile_step.main(["profile_step.py", *flags]) == 2
     assert message in capsys.readouterr().err
 
@@ -350,8 +356,8 @@ def test_script_writes_records_tables_and_a_picture(monkeypatch, tmp_path, capsy
     assert profile_step.main([*argv, f"--trace_dir={traces}"]) == 0
     decode, _, prefill = records = read_records(results)
     assert [record.cell for record in records] == [
-        "decode/tiny-4b/rows1",
-        "decode/tiny-4b/rows3",
+        "decode/tiny-4b/rows1@context100",
+        "decode/tiny-4b/rows3@context100",
         "prefill/tiny-4b/128@2x64",
     ]
     assert decode.metrics["parts"] == pytest.approx({"gate_up": 1.5e-3, "other": 0.5e-3})  # of one of two steps
@@ -361,14 +367,14 @@ def test_script_writes_records_tables_and_a_picture(monkeypatch, tmp_path, capsy
     assert decode.metrics["floor_share"] == decode.metrics["floor_ms"] / decode.metrics["step_ms"] > 0
     assert decode.settings["context"] == 100 and prefill.settings["lengths"] == [64, 64]
     assert prefill.metrics["tok_s"] == pytest.approx(128 / prefill.metrics["step_ms"] * 1e3)
-    assert decode.checks["compared_with"] == "decode/tiny-4b/rows3" and decode.checks["rows_compared"] == 1
+    assert decode.checks["compared_with"] == "decode/tiny-4b/rows3@context100" and decode.checks["rows_compared"] == 1
     assert prefill.checks["twin_max_abs_delta"] == 0 and prefill.checks["max_relative_delta"] < 1e-4
     assert all(record.checks["first_mismatch"] is None for record in records)
     out = capsys.readouterr().out
     for text in ("gate_up", "idle (step - kernels)", "other: who knows", "not counted: XLA Ops (7)"):
         assert text in out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "gate_up\tjit(step)" in (traces / "decode-tiny-4b-rows1.tsv").read_text()
+    assert "gate_up\tjit(step)" in (traces / "decode-tiny-4b-rows1-context100.tsv").read_text()
 
 
 def test_times_are_kept_when_the_profile_breaks_off(monkeypatch, tmp_path):
@@ -388,7 +394,7 @@ def test_times_are_kept_when_the_profile_breaks_off(monkeypatch, tmp_path):
     argv += ["--repeats=1", "--dispatches=1", "--profiled_steps=1", f"--results={results}"]
     assert profile_step.main(argv) == 130
     first, second = read_records(results)
-    assert [record.cell for record in (first, second)] == ["decode/tiny-4b/rows1", "decode/tiny-4b/rows3"]
+    assert [record.cell for record in (first, second)] == [f"decode/tiny-4b/rows{n}@context100" for n in (1, 3)]
     assert first.metrics["parts"] and first.settings["profiled_steps"] == 1
     assert second.metrics["step_ms"] > 0 and "parts" not in second.metrics and second.settings["profiled_steps"] == 0
 
