@@ -11,7 +11,8 @@ initcheck knows nothing of what the copy engine writes: outputs that left in who
 it complains of whoever copies them, XLA or the host. Such copies are counted by themselves; what kernels read counts.
 
 The result is a table, and a JSON file that keeps for each op and tool the verdict (``clean``, ``errors``, ``no
-verdict`` when the tool did not come to an end), the counts, and the first messages without host frames.
+verdict`` when tool and workloads did not all come to an end), the counts, and the first messages without host frames.
+The file is written after every verdict and names what is ``to_come``: nothing, once the run has ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +36,8 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import records, registry
-from pallas_kernels.spec import tiny_specs_of
+from pallas_kernels.provenance import current_commit
+from pallas_kernels.spec import Spec, tiny_specs_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 MODELS = ("tiny2", "tiny3")
@@ -99,15 +102,18 @@ def _best_kernel(op: str, arguments: dict[str, Any]) -> str:
     return registry.REFERENCE
 
 
+def workloads(op: str) -> list[Spec]:
+    """What an op is run on."""
+    return [spec for spec in tiny_specs_of(op).values() if spec.model.name in MODELS]
+
+
 def run_op(op: str, implementation: str | None = None) -> None:
     """What a child does: run the op on its workloads and look at the results.
 
     Raises:
         FloatingPointError: an output is not finite.
     """
-    for spec in tiny_specs_of(op).values():
-        if spec.model.name not in MODELS:
-            continue
+    for spec in workloads(op):
         case = spec.case(1, poison=True)
         arguments = {name: jax.device_put(array) for name, array in case.arguments.items()}
         names = (implementation,) if implementation else kernels_of(op, arguments | case.options)
@@ -119,22 +125,32 @@ def run_op(op: str, implementation: str | None = None) -> None:
         print(f"{RAN}{spec.name} {'+'.join(names)}", flush=True)
 
 
-def read_verdict(op: str, tool: str, output: str, returncode: int) -> Verdict:
-    """What the output of compute-sanitizer around a child says."""
+def read_verdict(op: str, tool: str, output: str, returncode: int, wanted: Sequence[str]) -> Verdict:
+    """What the output of compute-sanitizer around a child says.
+
+    Args:
+        op: the op.
+        tool: one of :data:`TOOLS`.
+        output: what tool and child printed.
+        returncode: of the tool.
+        wanted: names of the workloads that the child was to run: zero errors of fewer are no verdict.
+    """
     ran = dict(line.removeprefix(RAN).split() for line in output.splitlines() if line.startswith(RAN))
     marked = [line.removeprefix("=========").rstrip() for line in output.splitlines() if line.startswith("=========")]
     summary = next((match for line in reversed(marked) if (match := _SUMMARY.search(line))), None)
-    if summary is None or not ran:
+    copies = sum(bool(_COPIED.search(line)) for line in marked)
+    errors = warnings = 0
+    if summary is not None:
+        errors = int(summary["errors"] or summary["hazards"])
+        if summary["hazards"] and (races := _RACES.search(summary.string)):
+            errors, warnings = int(races["errors"]), int(races["warnings"])
+        errors -= copies
+    if summary is None or not ran or (not errors and ran.keys() != set(wanted)):
         tail = [_without_paths(line) for line in output.splitlines() if line.strip()]
         reason = f"exit code {returncode}"
         return Verdict(op, tool, ran, "no verdict", 0, 0, (reason, *tail[-MOST_MESSAGES:]))
-    errors, warnings = int(summary["errors"] or summary["hazards"]), 0
-    if summary["hazards"] and (races := _RACES.search(summary.string)):
-        errors, warnings = int(races["errors"]), int(races["warnings"])
-    copies = sum(bool(_COPIED.search(line)) for line in marked)
-    errors -= copies
-    wanted = (line for line in marked if not (_NOISE.search(line) or _COPIED.search(line) or _COPYING.search(line)))
-    messages = tuple(_without_paths(line).strip() for line in wanted)[:MOST_MESSAGES]
+    lines = (line for line in marked if not (_NOISE.search(line) or _COPIED.search(line) or _COPYING.search(line)))
+    messages = tuple(_without_paths(line).strip() for line in lines)[:MOST_MESSAGES]
     return Verdict(op, tool, ran, "errors" if errors else "clean", errors, warnings, messages, copies)
 
 
@@ -143,8 +159,56 @@ def _without_paths(line: str) -> str:
     return re.sub(r"(?:/[\w.+@-]+)+/([\w.+@-]+)", r"\1", line)
 
 
-def check(sanitizer: str, op: str, tool: str, implementation: str | None, timeout: float) -> Verdict:
-    """Run one op under one tool."""
+class Children:
+    """The processes of a run, which end with it: each is the leader of a group that no signal to the run reaches."""
+
+    def __init__(self) -> None:
+        self._lock, self._ended = threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        """Start one, its output in one pipe.
+
+        Raises:
+            CancelledError: the run has ended.
+        """
+        with self._lock:
+            if self._ended:
+                raise concurrent.futures.CancelledError
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+            self._running.add(process)
+            return process
+
+    def forget(self, process: subprocess.Popen[str]) -> None:
+        """It has ended, and been waited for."""
+        with self._lock:
+            self._running.discard(process)
+
+    def end(self) -> None:
+        """Kill all, and start no more."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill the tool and the program in it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it ended just now
+
+
+def check(
+    sanitizer: str, op: str, tool: str, implementation: str | None, timeout: float, children: Children
+) -> Verdict:
+    """Run one op under one tool.
+
+    Raises:
+        CancelledError: the run has ended.
+    """
     child = [sys.executable, "-m", "pallas_kernels.sanitize", f"--child={op}"]
     child += [f"--implementation={implementation}"] if implementation else []
     # Calls of the CUDA API that fail are no faults of a kernel: XLA tries what a device can do.
@@ -158,16 +222,15 @@ def check(sanitizer: str, op: str, tool: str, implementation: str | None, timeou
         "XLA_FLAGS": flags.strip(),
         "CUDA_MODULE_LOADING": "LAZY",
     }
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    process = children.start(command, environment)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the tool and the program in it
+        _kill(process)
         output, _ = process.communicate()
         output += f"\nstopped after {timeout:.0f} s"
-    return read_verdict(op, tool, output, process.returncode)
+    children.forget(process)
+    return read_verdict(op, tool, output, process.returncode, [spec.name for spec in workloads(op)])
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -202,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--implementation", default=None, help="a name instead of what auto chooses")
     parser.add_argument("--processes", type=int, default=max(2, (os.cpu_count() or 2) // 2), help="at a time")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one op under one tool")
-    parser.add_argument("--output", default=None, help="JSON file to write")
+    parser.add_argument("--output", default=None, help="JSON file to write, in the place of what is there")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
@@ -212,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for flag, names, known in (("--ops", wanted, ops), ("--tools", tools, TOOLS)):
         if unknown := [name for name in names if name not in known]:
             parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}")
+    if options.output and (why := records.unwritable(options.output)):
+        parser.error(f"--output: {options.output} {why}")
     sanitizer = find_tool()
     if sanitizer is None:
         print("error: compute-sanitizer is neither on PATH nor in the CUDA toolkit (CUDA_HOME)", file=sys.stderr)
@@ -222,20 +287,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
     command = ["python", "-m", "pallas_kernels.sanitize", *(sys.argv[1:] if argv is None else argv)]
-    about = records.result("", {}, {}, {}, shlex.join(command))
+    about = records.result("", {}, {}, {}, shlex.join(command), current_commit())
     about = {name: about[name] for name in ("device", "commit", "jax", "command", "date")}
     about |= {"tool": _without_paths(version[-1]) if version else "unknown"}
-    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
-        pending = [
-            pool.submit(check, sanitizer, op, tool, options.implementation, options.timeout)
-            for tool in sorted(tools, key=lambda tool: tool != "racecheck")  # the slowest first
+    tools.sort(key=lambda tool: tool != "racecheck")  # the slowest first
+    children, pool = Children(), concurrent.futures.ThreadPoolExecutor(options.processes)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        pending = {
+            pool.submit(check, sanitizer, op, tool, options.implementation, options.timeout, children): (op, tool)
+            for tool in tools
             for op in wanted
-        ]
+        }
         for _ in concurrent.futures.as_completed(pending):  # a run that is cut keeps what it has
-            runs = [dataclasses.asdict(one.result()) for one in pending if one.done() and not one.exception()]
+            ended = [one for one in pending if one.done() and not one.exception()]
+            runs = [dataclasses.asdict(one.result()) for one in ended]
             if options.output:
-                records.write_json(options.output, about | {"runs": runs})
+                to_come = [pair for one, pair in pending.items() if one not in ended]
+                records.write_json(options.output, about | {"runs": runs, "to_come": to_come})
         verdicts = [future.result() for future in pending]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        children.end()
+        signal.signal(signal.SIGTERM, before)
     print(table(verdicts))
     return 1 if any(verdict.verdict != "clean" for verdict in verdicts) else 0
 
