@@ -150,9 +150,11 @@ def settings[T](default: T, op: str, implementation: str, key: Key, *, path: pat
     entry = closest(read(path), implementation, registry.current_target().device_kind, key)
     if entry is None:
         return default
+    where = f"{path.name} of {path.parent.name}: {implementation}, use {entry.use}"
+    for name, value in entry.use.items():
+        if isinstance(value, bool) != isinstance(getattr(default, name, value), bool):
+            raise MalformedTuning(f"{where}: {name} is {'a number' if isinstance(value, bool) else 'true or false'}")
     try:
         return dataclasses.replace(default, **entry.use)  # type: ignore[type-var]
     except (TypeError, ValueError) as error:
-        raise MalformedTuning(
-            f"{path.name} of {path.parent.name}: {implementation}, use {entry.use}: {error}"
-        ) from error
+        raise MalformedTuning(f"{where}: {error}") from error

@@ -91,6 +91,7 @@ def test_settings_replace_the_named_fields_on_their_device_only(tmp_path):
         (json.dumps([GOOD | {"use": {"keys": "64"}}]), "use.keys must be a positive integer, true or false, is '64'"),
         (json.dumps([GOOD | {"sizes": {"programs": True}}]), "sizes.programs must be a positive integer, is True"),
         (json.dumps([GOOD | {"use": {"kyes": 64}}]), "triton, use {'kyes': 64}: .*unexpected keyword"),
+        (json.dumps([GOOD | {"use": {"keys": True}}]), "use {'keys': True}: keys is a number"),
         (json.dumps([GOOD | {"use": {"keys": 48}}]), "use {'keys': 48}: no tiling of this kernel"),
     ],
 )
