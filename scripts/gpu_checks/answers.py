@@ -31,7 +31,7 @@ from tests.golden_kit import BF16_RATIO, MAX_LOGPROB_ERROR, family_bar
 
 LIVE_SIZES = (1, 2, 3, 5, 7, 33)
 MAX_TOKENS = 48
-LARGE_STEP = 2048  # tokens; from so many on "auto" takes a kernel that the rig's own steps have no use for
+LARGE_STEP = 2048  # tokens: so many that "auto" takes a kernel that it leaves out of the rig's own steps
 GOLDEN_LAYERS = 4  # of the miniatures that transformers was run on
 # Around the 64-token grid, the first chunk's end and the page edges; longer than a step's budget at the end.
 LENGTHS = (1, 2, 3, 17, 33, 63, 64, 65, 100, 127, 128, 130, 200, 257, 300, 400, 511, 513, 700, 900)
@@ -142,7 +142,7 @@ class Batched:
         self.jobs = jobs_for(self.rig, self.rows)
         self.run = self.rig.run(self.jobs, self.mode)
         # All judges now, several at once: later runs are held to compile nothing.
-        # What a step of the judge is too large for must not be compared with itself, see large_steps.
+        # The kernel that large_steps looks at must not be compared with itself: a judge's step is as long as a row.
         kernels = f"swiglu_product={registry.REFERENCE}"
         self._judges = {"kernels": Judge(self.rig, kernels=kernels, max_tokens=MAX_TOKENS)}
         if self.exact:
