@@ -26,20 +26,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import records, registry
+from pallas_kernels import distance, records, registry
 from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
 KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
 """Bytes/s of a device copy and bf16 FLOP/s of a large product, by device kind, where they were measured apart."""
-
-SLACK = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
-"""May be added to twice the error of the reference in that dtype: four roundoffs, or for float32 (where
-its own error is nothing) a thousand, which another order of long sums explains."""
 
 _COLD_BYTES = 256 << 20  # several times the L2 cache of any device that these kernels run on
 _PROGRAM_S = 4e-3  # a timed program should take so long at the least: several times what its dispatch takes
@@ -286,7 +281,7 @@ def prepare(
         jax.jit(chained(spec, chosen, options, rounds), donate_argnums=0).lower(pools, inputs),
         jax.jit(one).lower(arguments),
         jax.jit(yardstick).lower(arguments),
-        jax.jit(yardstick).lower(jax.eval_shape(_in_float32, arguments)),
+        jax.jit(yardstick).lower(jax.eval_shape(distance.in_float32, arguments)),
     )
     waiting = [start(program.compile) for program in programs]
 
@@ -321,65 +316,11 @@ def measure(ready: Prepared, *, dispatches: int = 8, samples: int = 5) -> Measur
     return Measurement(ready.spec, ready.implementation, middle * 1e6, spread, checks)
 
 
-def _in_float32(arguments: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {
-        name: array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
-        for name, array in arguments.items()
-    }
-
-
 def compare(ready: Prepared) -> dict[str, Any]:
-    """Distance of the output and of the updated pools from the reference evaluated in float32 on the same numbers.
-
-    An element is wrong when its error |got - want| / (|want| + rms(row of want)) exceeds twice the largest that the
-    reference itself makes in the spec's dtype, plus :data:`SLACK`: what the dtype costs is measured, not guessed.
-    """
-    spec = ready.spec
-    got, got_pools = _without_null(ready.once(ready.arguments))
-    own, own_pools = _without_null(ready.reference(ready.arguments))
-    want, want_pools = _without_null(ready.exact(_in_float32(ready.arguments)))
-    names = ("output", *spec.pools)
-    errors, bars, wrong = {}, {}, []
-    for name, one, yardstick, exact in zip(
-        names, (got, *got_pools), (own, *own_pools), (want, *want_pools), strict=True
-    ):
-        worst, place = _worst_error(one, exact)
-        errors[name] = float(worst)
-        bars[name] = 2 * float(_worst_error(yardstick, exact)[0]) + SLACK[jnp.dtype(one.dtype).name]
-        if not errors[name] <= bars[name]:  # NaN is wrong
-            wrong.append([name, *(int(i) for i in np.unravel_index(int(place), exact.shape))])
-    return {
-        "rows_compared": int(want.shape[0]),
-        "max_abs_delta": float(jnp.max(jnp.abs(got.astype(jnp.float32) - want), initial=0.0)),
-        "max_relative_error": errors["output"],
-        "errors": errors,
-        "bars": bars,
-        "first_mismatch": wrong[0] if wrong else None,
-        "skipped": 0,
-    }
-
-
-@jax.jit
-def _without_null(results: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The results with zeros in the null slot and the null page, whose contents are unspecified."""
-    out, pools = results
-    return out, tuple(pool.at[:, 0].set(0) for pool in pools)
-
-
-@jax.jit
-def _worst_error(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Largest relative error (NaN if there is one) and its flat index.
-
-    A row, the last axis, has a scale of its own: a query that sees few keys has larger outputs, and with them larger
-    roundings, than one that averages thousands.
-    """
-    if not want.size:  # an op asked for what it writes to a pool alone
-        return jnp.float32(0), jnp.int32(0)
-    want = want.astype(jnp.float32)
-    scale = jnp.sqrt(jnp.mean(want**2, axis=-1, keepdims=True))
-    error = jnp.abs(got.astype(jnp.float32) - want) / (jnp.abs(want) + scale + 1e-30)
-    place = jnp.argmax(jnp.where(jnp.isnan(error), jnp.inf, error))
-    return error.ravel()[place], place
+    """Distance of output and updated pools from the float32 reference on the same numbers, see :mod:`distance`."""
+    own = (distance.without_null(function(ready.arguments)) for function in (ready.once, ready.reference))
+    exact = distance.without_null(ready.exact(distance.in_float32(ready.arguments)))
+    return distance.checks(ready.spec.pools, *own, exact)
 
 
 def record(

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import bench, registry, tuned
+from pallas_kernels import bench, distance, registry, tuned
 from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Spec, specs_of, tiny_specs_of
 from pallas_kernels.tuned import Entry, Tunable
@@ -95,7 +95,7 @@ class Workload:
         self._inputs = bench.separate_inputs(inputs, calls, spec.num_layers)
         yardstick = jax.jit(bench._op(spec, registry.REFERENCE, self._options))
         self._own = yardstick(self._arguments)
-        self._exact = yardstick(bench._in_float32(self._arguments))
+        self._exact = yardstick(distance.in_float32(self._arguments))
 
     def candidate(self, settings: Any) -> registry.Implementation:
         """The implementation with settings."""

@@ -164,8 +164,14 @@ def suffixes(config: EngineConfig, variant: Variant = "greedy") -> str:
         found += "@fp32"
     if config.state_dtype == "bfloat16":
         found += "@bf16state"
-    if config.decode_overlap == "device":
-        found += "@device"
+    if config.decode_overlap != "off":
+        found += f"@{config.decode_overlap}"
+    if config.scheduler_policy != "off":
+        found += f"@policy-{config.scheduler_policy}"
+    if config.decode_steps != 1:
+        found += f"@steps{config.decode_steps}"
+    if config.kernels != "auto":  # of op=name,op=name a name without their signs
+        found += f"@{config.kernels.replace(' ', '').replace('=', '-').replace(',', '.')}"
     return found + ("" if variant == "greedy" else f"@{variant}")
 
 

@@ -223,11 +223,15 @@ def test_cells_that_are_none(text, message):
 
 
 def test_names_of_variants():
-    assert suffixes(EngineConfig()) == suffixes(EngineConfig(dtype="bfloat16", decode_overlap="stream")) == ""
+    assert suffixes(EngineConfig()) == suffixes(EngineConfig(dtype="bfloat16")) == ""
     config = EngineConfig(dtype="float32", state_dtype="bfloat16", decode_overlap="device")
     assert suffixes(config) == "@fp32@bf16state@device"
     name = CellSpec(Load("throughput"), fixed(1, 2, 3)).name("4b", config)
     assert parse_cell(name).suffixes == ("fp32", "bf16state", "device")
+    others = EngineConfig(decode_overlap="stream", scheduler_policy="auto", decode_steps=8, kernels="reference")
+    assert suffixes(others) == "@stream@policy-auto@steps8@reference"
+    mixed = suffixes(EngineConfig(kernels="gdn_decode=triton, add_rms_norm=reference"))
+    assert parse_cell(f"start/4b{mixed}").suffixes == ("gdn_decode-triton.add_rms_norm-reference",)
 
 
 def test_the_name_of_a_model_by_its_dimensions():
