@@ -43,7 +43,10 @@ def add_rms_norm(
     in_parts = delta.ndim == 3
     check.shape("x", x, ("M", "D")).shape("delta", delta, ("P", "M", "D") if in_parts else ("M", "D"))
     check.shape("weight", weight, ("D",)).dtype("x", x, checks.ACTIVATION_DTYPES)
-    check.dtype("delta", delta, ("float32",)) if in_parts else check.same_dtype(x=x, delta=delta)
+    if in_parts:
+        check.dtype("delta", delta, ("float32",)).require(check["P"] > 0, f"delta, shape {delta.shape}, has no parts")
+    else:
+        check.same_dtype(x=x, delta=delta)
     check.dtype("weight", weight, ("float32",))
     arguments = {"x": x, "delta": delta, "weight": weight}
     options = {"eps": float(eps)}

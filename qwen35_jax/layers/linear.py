@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import precision_of
+from pallas_kernels.numerics import precision_of, round_to
 from qwen35_jax.shapes import Activations, Delta, Embedding, Logits, Matrix
 
 PART_ROWS = range(2, 65)
@@ -57,7 +57,7 @@ def parts_of(rows: int, inner: int) -> int:
 
 def whole(product: Delta, dtype: jax.typing.DTypeLike) -> Activations:
     """``[M, N]`` of what :func:`linear` gives, in parts or not."""
-    return product if product.ndim == 2 else functools.reduce(jnp.add, list(product)).astype(dtype)
+    return product if product.ndim == 2 else round_to(functools.reduce(jnp.add, list(product)), dtype).astype(dtype)
 
 
 def unembed(x: Activations, table: Matrix | Embedding, *, transposed: bool) -> Logits:

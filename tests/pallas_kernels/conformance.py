@@ -24,6 +24,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -165,6 +166,23 @@ def tolerance(op: str, implementation: str, dtype, *, after_rounding: bool = Fal
 def assert_close(op: str, implementation: str, got, want, *, name: str, scale: float = 1.0, **options) -> None:
     error, bar = worst_error(got, want), scale * tolerance(op, implementation, np.asarray(got).dtype, **options)
     assert error <= bar, f"{op}/{implementation}: {name} is {error:.2e} off, bar {bar:.2e}"
+
+
+def with_excess_precision(function, *arguments):
+    """What a function gives where conversions to 16 bits and back are left out, as XLA's GPU compiler does."""
+    jaxpr = jax.make_jaxpr(function)(*arguments)
+    values = dict(zip(jaxpr.jaxpr.invars, arguments, strict=True))
+    for equation in jaxpr.jaxpr.eqns:
+        inputs = [one.val if hasattr(one, "val") else values[one] for one in equation.invars]
+        primitive, parameters = equation.primitive, dict(equation.params)
+        if primitive is jax.lax.convert_element_type_p and inputs[0].dtype == jnp.float32:
+            outputs = inputs
+        else:
+            assert not any("jaxpr" in name for name in parameters), f"{primitive} is not looked into"
+            outputs = primitive.bind(*inputs, **parameters)
+            outputs = outputs if primitive.multiple_results else [outputs]
+        values |= zip(equation.outvars, outputs, strict=True)
+    return [values[one].astype(one.aval.dtype) for one in jaxpr.jaxpr.outvars]
 
 
 def share_of_equal_bits(got: np.ndarray, want: np.ndarray) -> float:

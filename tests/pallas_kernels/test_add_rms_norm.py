@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
-from pallas_kernels.add_rms_norm import mosaic_sm90
+from pallas_kernels.add_rms_norm import mosaic_sm90, reference
 from pallas_kernels.add_rms_norm.specs import AddRmsNormSpec
 from pallas_kernels.registry import Target, UnsupportedArguments, get_op
-from pallas_kernels.spec import TINY_MODELS, specs_of
+from pallas_kernels.spec import REAL_MODELS, TINY_MODELS, specs_of
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.conformance import (
     assert_close,
@@ -23,6 +23,7 @@ from tests.pallas_kernels.conformance import (
     every_implementation,
     host,
     share_of_equal_bits,
+    with_excess_precision,
     worst_error,
 )
 
@@ -74,12 +75,23 @@ def test_parts_are_summed_in_their_order_and_rounded_before_they_are_added(imple
         assert_same_bits(one, other, "a result")
 
 
+def test_the_reference_rounds_parts_where_a_compiler_keeps_excess_precision():
+    arguments = {name: jnp.asarray(array) for name, array in spec_of(5, 256, "bfloat16", 4).case(3).arguments.items()}
+    got = with_excess_precision(lambda *operands: reference.add_rms_norm(*operands, eps=1e-6), *arguments.values())
+    want, _ = oracle.add_rms_norm(**{name: np.asarray(array) for name, array in arguments.items()}, eps=1e-6)
+    assert share_of_equal_bits(np.asarray(got[0]), want) > 0.999
+    unrounded = with_excess_precision(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), arguments["delta"])
+    assert (unrounded[0] == arguments["delta"]).all(), "the stand-in for the compiler does what it says"
+
+
 def test_parts_are_float32_and_have_the_rows_of_x():
     arguments = dict(spec_of(3, 128, "bfloat16", 2).case().arguments)
     with pytest.raises(TypeError, match="delta"):
         pallas_kernels.add_rms_norm(**arguments | {"delta": jnp.zeros((2, 3, 128), jnp.bfloat16)}, eps=1e-6)
     with pytest.raises(ValueError, match="delta"):
         pallas_kernels.add_rms_norm(**arguments | {"delta": jnp.zeros((2, 4, 128))}, eps=1e-6)
+    with pytest.raises(ValueError, match=r"delta, shape \(0, 3, 128\), has no parts"):
+        pallas_kernels.add_rms_norm(**arguments | {"delta": jnp.zeros((0, 3, 128))}, eps=1e-6)
 
 
 @every_implementation(OP)
@@ -111,6 +123,16 @@ def test_rows_of_zeros(implementation):
 def test_lowers_for_an_h200(name, dtype):
     case = dataclasses.replace(specs_of(OP)[name], dtype=dtype).case
     arguments = jax.eval_shape(lambda: {key: jnp.asarray(array) for key, array in case().arguments.items()})
+    program = jax.jit(lambda a: pallas_kernels.add_rms_norm(**a, eps=1e-6, implementation="mosaic_sm90"))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
+        assert program.trace(arguments).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("model", ["0.8b", "2b", "4b", "9b", "27b"])
+@pytest.mark.host
+def test_the_most_parts_lower_for_an_h200(model):
+    width = REAL_MODELS[model].hidden_size
+    arguments = {name: jnp.asarray(array) for name, array in spec_of(3, width, "bfloat16", 9).case().arguments.items()}
     program = jax.jit(lambda a: pallas_kernels.add_rms_norm(**a, eps=1e-6, implementation="mosaic_sm90"))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
         assert program.trace(arguments).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1

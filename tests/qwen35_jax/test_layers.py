@@ -13,6 +13,7 @@ from qwen35_jax.layers.linear import linear, parts_of, unembed, whole
 from qwen35_jax.layers.mlp import MLP
 from qwen35_jax.layers.norm import gated_rms_norm, rms_norm
 from qwen35_jax.model import Qwen35
+from tests.pallas_kernels.conformance import with_excess_precision
 
 EPS = 1e-6
 
@@ -87,6 +88,12 @@ def test_a_product_of_few_rows_is_left_in_parts_to_who_takes_them(rows, parts):
         np.testing.assert_allclose(got, exact, atol=1e-3)
     np.testing.assert_allclose(_as_float64(whole(got, x.dtype)), _as_float64(linear(x, w)), atol=0.6)  # of hundreds
     assert whole(got, x.dtype).dtype == jnp.bfloat16
+
+
+def test_the_sum_of_parts_is_rounded_where_a_compiler_keeps_excess_precision():
+    parts = jnp.asarray(_normal(1, 4, 3, 24), jnp.float32)
+    (got,) = with_excess_precision(lambda parts: whole(parts, jnp.bfloat16).astype(jnp.float32), parts)
+    np.testing.assert_array_equal(_as_float64(got), _as_float64(whole(parts, jnp.bfloat16)))
 
 
 def test_parts_are_whole_steps_of_the_inner_dimension():
