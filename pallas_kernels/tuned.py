@@ -10,7 +10,8 @@
 An entry fits a call of its implementation on its kind of device if everything under ``exact`` is equal and no size is
 more than :data:`REACH` times its own or less than one :data:`REACH`-th. Of those that fit, the closest in sizes counts
 (sum of the logarithms of the ratios; of equals the first). Where none fits, the implementation's own default holds: so
-on any other kind of device, and for shapes far from what was measured. Settings never change results, only time.
+on any other kind of device, and for shapes far from what was measured. Settings change time, and of results no more
+than the order of their sums does.
 
 The file is read when a kernel is traced; nothing is kept.
 """
