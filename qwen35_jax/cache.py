@@ -88,7 +88,9 @@ _LOGITS_COPIES = {"cpu": 6, "gpu": 4}
 def workspace_bytes(config: ModelConfig, tokens: int, rows: int, dtype: jnp.dtype, platform: str) -> int:
     """Estimate of the largest program's scratch: activations of one layer and the sampler's logits.
 
-    The live set of a layer is the residual stream (twice), the widest fused projection and its split copy.
+    The live set of a layer is the residual stream (twice), the widest fused projection and its split copy. The partial
+    sums of decode attention are not counted: they are gone before there are logits, which take more with the vocabulary
+    of the family.
 
     Args:
         config: the model.

@@ -75,7 +75,11 @@ def test_no_race(spec, name):
     assert not found and not printed, printed[:2000]
 
 
-@pytest.mark.parametrize("tiling", [{"stages": 3}, {"stages": 4}, {"values": 128}], ids=str)
+@pytest.mark.parametrize(
+    "tiling",
+    [{"stages": 3}, {"stages": 4}, {"values": 128}, {"plain": True}, {"plain": True, "stages": 3}],
+    ids=str,
+)
 def test_no_race_in_other_tilings(tiling):
     """Six tiles of 64 value dims, or three of 128: every stage is refilled."""
     found, printed = raced(DECODE, "mosaic_sm90", tiling=mosaic_sm90.Tiling(**tiling))

@@ -108,6 +108,10 @@ INTERPRETED = (
         PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(0, 640, 65), width=12),
         {"shares": 2, "longest": 3},
     ),
+    (  # on both sides of the longest share
+        PagedDecodeAttentionSpec(name="", model=SMALL, kv_lens=(8191, 8192, 8193, 0, 1), width=130),
+        {"shares": 1},
+    ),
     (
         PagedPrefillAttentionSpec(
             name="", model=SMALL, lengths=(5, 0, 37), prefixes=(70, 0, 0), num_pads=3, num_layers=2
@@ -158,6 +162,21 @@ def test_a_long_row_is_spread_whatever_its_company():
     # Where the batch alone gives shares, the limit changes nothing that is within it.
     begin, end, number = _share_of(np.array([32768]), np.arange(8), 64, split=8, longest=128)
     assert number.tolist() == [8] and (end - begin).tolist() == [64] * 8
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 16, 127, 128, 129, 256, 257, 512, 4096])
+@pytest.mark.parametrize(("rows", "num_kv_heads"), [(1, 2), (1, 4), (5, 4), (33, 2), (64, 4), (65, 4), (256, 4)])
+def test_shares_cover_a_row_once_and_there_are_enough_of_them(width, rows, num_kv_heads):
+    most, split = 64 * width, num_shares(rows, num_kv_heads, width)
+    shares = max(split, -(-width // _LONGEST))
+    around = [64 * pages + more for pages in (0, 1, 2, 3, 127, 128, 129, 255, 256, 257) for more in (-1, 0, 1)]
+    kv_lens = np.array(sorted({min(max(length, 0), most) for length in [*around, most - 1, most]}))
+    how = {"page_size": 64, "split": split, "longest": _LONGEST}
+    begin, end, number = (np.asarray(x) for x in _share_of(kv_lens[:, None], np.arange(shares), **how))
+    pages = end - begin
+    np.testing.assert_array_equal(pages.sum(axis=1), -(-kv_lens // 64))
+    np.testing.assert_array_equal(pages > 0, np.arange(shares) < number, "those with pages come first")
+    assert (begin[:, 1:] == end[:, :-1]).all() and not begin[:, 0].any() and pages.max() <= _LONGEST
 
 
 def test_absent_rows_beside_a_long_one_lower_for_an_h200():

@@ -1,9 +1,15 @@
 """The memory plan: everything is counted, and what does not fit is clamped or refused with the numbers."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.paged_decode_attention import triton
 from qwen35_jax.cache import (
+    _LOGITS_COPIES,
+    PAGE_SIZE,
     MemoryPlanError,
     cache_shapes,
     page_bytes,
@@ -91,6 +97,27 @@ def test_pages_asked_for_bound_a_default_length_and_refuse_a_longer_asked_one():
 def test_the_head_of_every_row_is_counted():
     few, many = plan(100, sampled_rows=256), plan(100, max_num_seqs=1024, sampled_rows=1024)
     assert many.workspace - few.workspace > 768 * MODEL.vocab_size * 4
+
+
+@pytest.mark.parametrize("rows", (1, 16, 64, 65, 256, 1024))
+@pytest.mark.parametrize("name", ("0.8b", "2b", "4b", "9b", "27b"))
+def test_partial_sums_of_decode_attention_fit_where_the_logits_go(name, rows):
+    config = ModelConfig.preset(name)
+    attention, width = config.attention, config.max_position_embeddings // PAGE_SIZE
+    arguments = {
+        "q": ((rows, attention.num_heads, attention.head_dim), BF16),
+        "gates": ((rows, attention.num_heads, attention.head_dim), BF16),
+        "kv_pool": ((1, 2, 2, attention.num_kv_heads, PAGE_SIZE, attention.head_dim), BF16),
+        "layer": ((), jnp.int32),
+        "page_table": ((rows, width), jnp.int32),
+        "kv_lens": ((rows,), jnp.int32),
+    }
+    shapes = {key: jax.ShapeDtypeStruct(*of) for key, of in arguments.items()}
+    traced = jax.make_jaxpr(functools.partial(triton.paged_decode_attention, first_gate=0))(**shapes)
+    (first, _) = (one for one in traced.eqns if one.primitive.name == "pallas_call")
+    partial_sums = tree_bytes([one.aval for one in first.outvars])
+    assert partial_sums > rows * attention.num_heads * attention.head_dim * 4
+    assert partial_sums < rows * config.vocab_size * 4 * _LOGITS_COPIES["gpu"]
 
 
 def test_rounding_takes_less_than_a_hundredth_and_never_adds():
