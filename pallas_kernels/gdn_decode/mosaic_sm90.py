@@ -3,9 +3,10 @@
 A block of one warpgroup owns a row and one key head, with all value heads that use it: nobody else reads or writes
 that part of the convolution tail, so it is updated in place without a second kernel. Or (``split``) each value head has
 a block, and those of a key head are a cluster: all read the tail of query and key, one writes it when they have. States
-pass through shared memory in tiles of 64 value dims, brought and taken back by the copy engine while the tile before
-them is in registers; the copy engine addresses the pool by (state matrix, row, column), so no offset is near 2^31
-however large the pool is. A tile is read once: the decayed ``S k`` decides the correction, the new tile gives ``S q``.
+pass through shared memory in tiles of 64 or 128 value dims, brought and taken back by the copy engine while the tile
+before them is in registers; the copy engine addresses the pool by (state matrix, row, column), or with ``plain`` by
+addresses of 64 bits, so no offset is near 2^31 however large the pool is. A tile is read once: the decayed ``S k``
+decides the correction, the new tile gives ``S q``.
 
 Padding rows write zeros to their output and touch nothing else, the null slot included.
 

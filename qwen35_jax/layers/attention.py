@@ -48,8 +48,8 @@ class GatedAttention(nnx.Module):
             last_rows: give only what :meth:`Batch.last_rows` keeps.
 
         Returns:
-            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and the pool. Of decode rows alone they may be in parts,
-            see ``linear``.
+            The mixed tokens ``[M, D]``, or ``[R + B, D]``, and the pool. Of decode rows alone, and of last rows, which
+            are computed as such, they may be in parts, see ``linear``.
         """
         if last_rows and batch.prefill is not None:
             # Of a prompt nobody needs but its keys and values, and what its last token makes of them, as if decoded.
