@@ -2,7 +2,7 @@
 
 import subprocess
 
-from pallas_kernels import records
+from pallas_kernels import bench, records
 from pallas_kernels.provenance import COMMIT_VARIABLE, current_commit
 
 
@@ -34,6 +34,9 @@ def test_commits(tmp_path, monkeypatch):
     assert current_commit(tmp_path) == "abc"
 
 
-def test_kernel_records_name_it(monkeypatch):
+def test_kernel_records_name_it(monkeypatch, tmp_path):
     monkeypatch.setenv(COMMIT_VARIABLE, "abc+dirty")
-    assert records.result("kernel/kv_write/a", {}, {}, {}, "a command")["commit"] == "abc+dirty"
+    output = tmp_path / "kernels.json"
+    quick = ["--calls=2", "--dispatches=1", "--samples=2", "--copy-bytes=1048576", f"--output={output}"]
+    assert bench.main(["--tiny", "--op=causal_conv", "--spec=tiny1-ragged", *quick]) == 0
+    assert [record["commit"] for record in records.records_in(str(output))] == ["abc+dirty"]
