@@ -443,6 +443,8 @@ def main(
     ]
     if not chosen:
         parser.error(f"no spec matches --op={options.op} --spec={pattern}")
+    if jax.default_backend() != "gpu" and not options.tiny:
+        parser.error(f"needs a GPU, the backend is {jax.default_backend()} (--tiny tries the command anywhere)")
     if check is not None:
         check(chosen)
     try:

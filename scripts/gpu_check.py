@@ -23,6 +23,7 @@ It also runs without a GPU (JAX_PLATFORMS=cpu, --preset=tiny-4b), which only sho
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -461,6 +462,9 @@ def _run(line: CommandLine, run: Callable[..., list[Section]], begun: float) -> 
     plan = plan_of(line)
     if line.report and not Path(line.report).resolve().parent.is_dir():
         raise UserInputError(f"--report: {Path(line.report).parent} is no directory")
+    for name in ("kernels", "sampler"):
+        if name in plan.sections and importlib.util.find_spec("pytest") is None:
+            raise UserInputError(f"--sections: {name} runs tests, which need pytest: pip install '.[dev]'")
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     device = probe(environment("cpu" if on_cpu else "gpu"))
     if device.platform == "cpu" and not on_cpu:

@@ -38,12 +38,15 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from pallas_kernels import registry  # noqa: E402
+from pallas_kernels.spec import REAL_MODELS  # noqa: E402
 from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags  # noqa: E402
 from qwen35_jax.errors import UserInputError  # noqa: E402
 from qwen35_jax.presets import PRESETS  # noqa: E402
+from scripts.gpu_check import environment, probe  # noqa: E402
 
 PARTS = ("start", "steps", "load", "long", "kernels", "peers", "drift", "sanitize", "check")
 DEFAULT_PARTS = ("start", "steps", "load", "long", "kernels")
+OF_REAL_MODELS = ("kernels", "peers", "drift")  # their shapes are those of the family's members
 PEER_OPS = ("paged_prefill_attention", "gdn_prefill")
 _GRACE_S = 5.0  # between asking a process to end and ending it
 _ENGINE = ("--max_model_len=4096",)
@@ -255,6 +258,9 @@ def _run(line: CommandLine, run: Callable[[Step], str], begun: float) -> int:
         if not getattr(line, name) > 0:
             raise UserInputError(f"--{name} must be positive, got {getattr(line, name)}")
     parts, presets = chosen("parts", line.parts, PARTS), chosen("presets", line.presets, tuple(PRESETS))
+    for part in set(OF_REAL_MODELS) & set(parts):
+        if unknown := [name for name in presets if name not in REAL_MODELS]:
+            raise UserInputError(f"--presets: {unknown[0]} has no part {part}, only {', '.join(REAL_MODELS)} have")
     steps = [
         dataclasses.replace(step, limit_s=step.limit_s * line.time_scale)
         for step in steps_of(parts, presets, line.folder, datetime.datetime.now(datetime.UTC))
@@ -262,6 +268,8 @@ def _run(line: CommandLine, run: Callable[[Step], str], begun: float) -> int:
     if line.dry_run:
         print("\n".join(f"# {step.name}, at most {step.limit_s:.0f} s\n{step.command}" for step in steps))
         return 0
+    if probe(environment("gpu")).platform != "gpu":
+        raise UserInputError("JAX finds no GPU here, and figures of a CPU are none (--dry_run says what would run)")
     for kind in ("results", "pictures", "sanitizer", "gpu_check"):
         (ROOT / line.folder / kind).mkdir(parents=True, exist_ok=True)
     outcomes = run_steps(steps, begun + line.time_limit, run)

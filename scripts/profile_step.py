@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from qwen35_jax import runtime
-from qwen35_jax.bench import cells, floors, long_prompt, steps
+from qwen35_jax.bench import cells, floors, long_prompt, pictures, steps
 from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, kernel_list, launches_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
-from qwen35_jax.bench.pictures import NOT_PROFILED, StepBar, draw_steps
+from qwen35_jax.bench.pictures import NOT_PROFILED, StepBar
 from qwen35_jax.bench.records import (
     Record,
     append_records,
@@ -440,6 +440,10 @@ def _run(line: CommandLine) -> int:
     wanted = cells_of(line.preset.lower(), parse_rows(line.decode_rows), prefill, suffix, line.context)
     if not wanted and not line.long_prompt:
         raise UserInputError("nothing to measure: --decode_rows and --prefill are both empty, --long_prompt is 0")
+    if line.decode_rows and config.max_model_len is not None and line.context > config.max_model_len:
+        raise UserInputError(f"--context must fit into --max_model_len={config.max_model_len}, got {line.context}")
+    if line.picture:
+        pictures.check()
     if line.results:
         check_results(line.results)
     own_commit()
@@ -480,7 +484,7 @@ def _run(line: CommandLine) -> int:
         print(f"{record.cell}: {dict(record.checks)}")
     if line.picture and found:
         title = f"{line.preset} on {engine.programs.device.device_kind}"
-        draw_steps(pathlib.Path(line.picture), title, [bar_of(step) for step in found])
+        pictures.draw_steps(pathlib.Path(line.picture), title, [bar_of(step) for step in found])
     engine.close()
     return 1 if any(record.checks["first_mismatch"] for record in records) else 0
 

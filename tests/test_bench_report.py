@@ -99,8 +99,20 @@ def test_the_front_page_says_which_figures_no_commit_has(root):
     add(root, "decode/4b/rows256", {"step_ms": 20.0})
     make(root)
     front = (root / "README.md").read_text()
-    figures = [line.split(" | ")[2] for line in front.splitlines() if "decode step" in line]
-    assert figures == ["3.00 (no commit has this code)", "8.00 (no commit has this code)", "20.0"]
+    commits = [line.split(" | ")[7] for line in front.splitlines() if "decode step" in line]
+    assert commits == ["**no commit** |", "`012345678` **+ uncommitted changes** |", "`012345678` |"]
+
+
+def test_the_front_page_says_what_the_peers_figures_are_of(root):
+    add(root, "offline/4b/1024x128", {"output_tok_s": 6000.0})
+    add(root, "start/4b", {"cold_s": 100.0})
+    add(root, "start/4b", {"warm_s": 9.0})
+    make(root)
+    front = (root / "README.md").read_text()
+    assert "| 4B | start to first token, nothing cached: s | 100 | 95-143 |" in front
+    assert "| 4B | start to first token, compiled programs cached: s | 9.00 | – |" in front, "theirs are not of such"
+    assert "- vLLM 0.25.0: 2048 requests, 1024 rows, 16k tokens a step: `output_tok_s` 5,833" in front
+    assert "transformers" not in front
 
 
 def test_the_floor_follows_the_record(root):

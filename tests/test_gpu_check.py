@@ -34,6 +34,13 @@ def section():
     return Section("s")
 
 
+def test_sections_that_run_tests_are_refused_without_pytest(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_check, "probe", lambda _: pytest.fail("already under way"))
+    assert main(["gpu_check.py", "--sections=sampler,nan"]) == 2
+    assert "--sections: sampler runs tests, which need pytest" in capsys.readouterr().err
+
+
 # --- findings -------------------------------------------------------------------------------------------------------
 
 

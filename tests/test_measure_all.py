@@ -17,6 +17,11 @@ from scripts.measure_all import PARTS, Step, main, run_step, run_steps, steps_of
 NOW = datetime.datetime(2026, 5, 4, 3, 2, 1, tzinfo=datetime.UTC)
 
 
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(measure_all, "probe", lambda _: gpu_check.Device("NVIDIA H200", 1, "gpu", "0"))
+
+
 def everything(*presets: str) -> list[Step]:
     return steps_of(PARTS, presets or ("4b",), "benchmarks", NOW)
 
@@ -42,6 +47,7 @@ def test_every_command_is_one_that_its_tool_takes(one, monkeypatch):
     monkeypatch.setattr(drift, "measure", stop)
     monkeypatch.setattr(profile_step, "make_engine", stop)
     monkeypatch.setattr(gpu_check, "probe", stop)
+    monkeypatch.setattr(bench.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(load_bench, "_make_engine", stop)
     head, *flags = one.arguments
     if head == "-m":
@@ -140,12 +146,19 @@ def test_the_exit_code_and_the_files_that_are_there(tmp_path, capsys):
     assert main([*flags, "--time_limit=0.001"], run) == 1
 
 
+def test_figures_of_a_cpu_are_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(measure_all, "probe", lambda _: gpu_check.Device("cpu", 1, "cpu", "0"))
+    assert main(["measure_all.py", f"--folder={tmp_path / 'b'}"], lambda one: "done") == 2
+    assert "JAX finds no GPU here" in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--parts=kernel", "--parts: 'kernel' is none of"),
         ("--parts=,", "--parts names nothing"),
         ("--presets=5b", "--presets: '5b' is none of"),
+        ("--presets=4b,tiny-4b", "--presets: tiny-4b has no part kernels, only 0.8b, 2b, 4b"),
         ("--time_limit=0", "--time_limit must be positive"),
         ("--time_scale=-1", "--time_scale must be positive"),
     ],

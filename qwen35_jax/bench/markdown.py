@@ -28,17 +28,20 @@ def percent(value: float | None) -> str:
     return NO_FIGURE if value is None else f"{value:.0%}"
 
 
+def commit_of(record: Record) -> str:
+    """The commit of a record."""
+    if record.commit == UNKNOWN_COMMIT:
+        return "**no commit**"
+    return f"`{record.commit.removesuffix(DIRTY)[:9]}`" + (" **+ uncommitted changes**" if record.dirty else "")
+
+
 def measured(record: Record | None, results: str) -> str:
     """Commit and file of a record; ``results`` is the path of the results as the document sees it."""
     if record is None:
         return "not measured"
-    if record.commit == UNKNOWN_COMMIT:
-        commit = "**no commit**"
-    else:
-        commit = f"`{record.commit.removesuffix(DIRTY)[:9]}`" + (" **+ uncommitted changes**" if record.dirty else "")
     where = "" if record.device == FLOOR_DEVICE else f"{record.device}, "
     many = "" if record.device_count == 1 else f"{record.device_count} devices, "
-    return f"{where}{many}{commit}, [{record.source}]({results}/{record.source})"
+    return f"{where}{many}{commit_of(record)}, [{record.source}]({results}/{record.source})"
 
 
 def invalid(record: Record) -> str:

@@ -338,12 +338,20 @@ class _Names:
         return first
 
 
-def _figure(width: float, height: float) -> Figure:
+def check() -> None:
+    """Raises: UserInputError: matplotlib is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise UserInputError("pictures need matplotlib: pip install '.[bench]', or ask for none") from error
+
+
+def _figure(width: float, height: float) -> Figure:
+    check()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

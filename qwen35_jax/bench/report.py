@@ -20,7 +20,7 @@ from qwen35_jax.bench.known import (
     chunk_floors_ms,
     size_order,
 )
-from qwen35_jax.bench.markdown import NO_FIGURE, invalid, join, measured, number, percent, table
+from qwen35_jax.bench.markdown import NO_FIGURE, commit_of, invalid, join, measured, number, percent, table
 from qwen35_jax.bench.part_tables import decode_parts_section, prefill_parts_section
 from qwen35_jax.bench.records import OF_OPS, Record, parse_cell
 
@@ -66,8 +66,8 @@ def job_parts(known: Known, cell: str) -> str:
     return f"prefill {prefill_s / request_s:.0%}, decode {decode_s / request_s:.0%}"
 
 
-def notes(known: Known, cells: Sequence[str]) -> str:
-    """Conditions of the peers' figures, and the figures that tables do not show, as a list.
+def notes(known: Known, cells: Sequence[str], peers: Sequence[str] | None = None) -> str:
+    """Conditions of the peers' figures (or of some), and the figures that tables do not show, as a list.
 
     Cells are named where a condition is not that of all cells.
     """
@@ -75,6 +75,8 @@ def notes(known: Known, cells: Sequence[str]) -> str:
     for cell in cells:
         shown: set[str] = set()
         for figure in known.peers.cells.get(cell, ()):
+            if peers is not None and figure.peer not in peers:
+                continue
             text = f"{known.peers.labels[figure.peer]}: {figure.conditions}" if figure.conditions else ""
             if figure.peer in shown:
                 figures = ", ".join(f"`{name}` {number(value)}" for name, value in figure.metrics.items())
@@ -324,22 +326,25 @@ _SUMMARY = (
 
 def summary_section(known: Known, results: str) -> str:
     """The short table of the front page: what was measured of every size, beside vLLM and the floor."""
-    rows, devices = [], set()
+    rows, devices, cells = [], set(), []
     subjects = {parse_cell(cell).subject for cell, _ in known.series if parse_cell(cell).kind not in OF_OPS}
     for size in sorted(subjects, key=size_order):
         for form, metric, words in _SUMMARY:
             cell = form.format(size)
             if (record := known.record(cell, metric)) is not None:
                 row = headline_row(known, cell, metric)
-                if record.dirty:  # this table names no commits
-                    row["ours"] += " (no commit has this code)"
-                rows.append([size.upper(), words, *(row[name] for name in ("ours", "vllm", "floor", "share", "bound"))])
+                if metric == "warm_s":  # the peers' figures are not of kept programs
+                    row["vllm"] = NO_FIGURE
+                shown = (row[name] for name in ("ours", "vllm", "floor", "share", "bound"))
+                rows.append([size.upper(), words, *shown, commit_of(record)])
                 devices.add(record.device)
+                cells.append(cell)
     if not rows:
         return "No figures have been recorded yet."
     caption = f"Measured on {' and '.join(sorted(devices))} with random weights, bf16, greedy, EOS ignored."
-    header = ["model", "", "ours", known.peers.labels["vllm"], "floor", "share of the floor", "bound by"]
-    return join(caption, table(header, rows))
+    header = ["model", "", "ours", known.peers.labels["vllm"], "floor", "share of the floor", "bound by", "commit"]
+    told = [cell for cell in dict.fromkeys(cells) if parse_cell(cell).kind in ("offline", "start")]
+    return join(caption, table(header, rows), notes(known, told, peers=("vllm",)))
 
 
 _HEADLINE = {"cell": "cell", "ours": "ours", "vllm": "{vllm}"}

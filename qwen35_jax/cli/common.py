@@ -191,7 +191,12 @@ class CommandLine:
 
 
 def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a command as a process: its exit code is that of ``main``."""
+    """Run a command as a process: its exit code is that of ``main``, or 143 where SIGTERM ended it.
+
+    SIGTERM raises SystemExit as an interrupt raises KeyboardInterrupt, so that what a command has started ends with it
+    and what it has made for itself is removed.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for stream in (sys.stdout, sys.stderr):
         # A path or a message that the terminal's encoding lacks must not end a job whose answers are all written.
         if hasattr(stream, "reconfigure"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -73,8 +71,6 @@ def _convert(model: str, output: str, dtype: str | None) -> None:
     from qwen35_jax.checkpoint import convert
     from qwen35_jax.progress import Progress
 
-    if threading.current_thread() is threading.main_thread():  # an exception, so that nothing partial is left
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     manifest = convert(model, output, dtype=dtype, progress=Progress())
     size = sum(size for size, _ in manifest.files.values())
     skipped = manifest.source["skipped_tensors"]

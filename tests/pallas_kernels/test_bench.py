@@ -231,6 +231,15 @@ def test_a_wrong_output_fails_the_run(monkeypatch, tmp_path):
     assert bench.main(["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK]) == 1
 
 
+def test_real_shapes_are_refused_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure_ceilings", lambda _: pytest.fail("already under way"))
+    monkeypatch.setattr(bench.jax, "default_backend", lambda: "cpu")
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["--spec=4b-*"])
+    assert caught.value.code == 2
+    assert "needs a GPU, the backend is cpu (--tiny tries the command anywhere)" in capsys.readouterr().err
+
+
 def test_no_spec_matches(capsys):
     with pytest.raises(SystemExit) as caught:
         bench.main(["--spec=13b-*"])

@@ -1,6 +1,7 @@
 """Single steps measured on a real engine, and the script that profiles them."""
 
 import dataclasses
+import sys
 from unittest import mock
 
 import jax
@@ -325,6 +326,7 @@ def test_flags_become_cells():
         ),
         (["--preset=tiny-4b", "--long_prompt=9000", "--max_model_len=8999"], "fit into --max_model_len=8999, got 9000"),
         (["--preset=tiny-4b", "--trace_dir=t", "--profiled_steps=0"], "--trace_dir keeps what the profiler saw"),
+        (["--preset=tiny-4b", "--max_model_len=256"], "--context must fit into --max_model_len=256, got 1100"),
         (["--preset=tiny-4b", "--repeats=0"], "--repeats"),
         (["--preset=tiny-4b", "--results=tests"], "--results=tests is a directory"),
         (["--preset=tiny-4b", "--results=README.md"], "README.md: not JSON"),
@@ -338,6 +340,13 @@ def test_wrong_flags_exit_with_2(flags, message, capsys, monkeypatch):
     monkeypatch.setattr(profile_step, "make_engine", None)  # it does not come to that
     assert profile_step.main(["profile_step.py", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_made(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(profile_step, "make_engine", lambda *_: pytest.fail("already under way"))
+    assert profile_step.main(["profile_step.py", "--preset=tiny-4b", "--picture=p.png"]) == 2
+    assert "pictures need matplotlib: pip install '.[bench]'" in capsys.readouterr().err
 
 
 def test_script_writes_records_tables_and_a_picture(monkeypatch, tmp_path, capsys):

@@ -401,3 +401,28 @@ def test_help_runs_nothing_and_other_exceptions_are_no_exit_codes(capsys):
     assert capsys.readouterr().out.startswith("usage: x\n\nDoes nothing.")
     with pytest.raises(ZeroDivisionError):
         common.run_with_flags(line, ["x"], lambda line: 1 // 0)
+
+
+def test_a_terminated_command_ends_what_it_has_started_and_removes_what_it_has_made(tmp_path):
+    mark = tmp_path / "mark"
+    script = (
+        "import pathlib, time\n"
+        "from qwen35_jax.cli.common import run_command\n"
+        f"mark = pathlib.Path({str(mark)!r})\n"
+        "def main(argv):\n"
+        "    mark.touch()\n"
+        "    try:\n"
+        "        print('made', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        mark.unlink()\n"
+        "run_command(main)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout.readline() == "made\n" and mark.exists()
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not mark.exists()
