@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qwen35_jax.interrupts import held_interrupt
 from qwen35_jax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from qwen35_jax.requests import GenerationRequest
 from qwen35_jax.sampling_params import SamplingParams
@@ -150,6 +151,7 @@ class Driver:
         exhausted = False
         failed = False
         self._draining = self._cancelled = False
+        self._forget_aborts()  # of a request that an earlier run had finished: its name may have come back
         try:
             while not self._cancelled:
                 yield from self._take_aborts()
@@ -172,7 +174,8 @@ class Driver:
                         return
                     continue
                 try:
-                    steps = self._engine.step()
+                    with held_interrupt():
+                        steps = self._engine.step()
                 except Exception as error:
                     failed = True
                     error.add_note(f"requests in flight: {_some(list(self._live))}")
@@ -201,9 +204,10 @@ class Driver:
         if request.request_id in self._abort_later:
             return self._finish(live, "abort")
         try:
-            self._engine.submit(
-                request.request_id, request.prompt_token_ids, request.params, request.rng_id, sample_index=0
-            )
+            with held_interrupt():
+                self._engine.submit(
+                    request.request_id, request.prompt_token_ids, request.params, request.rng_id, sample_index=0
+                )
         except ValueError as error:
             return self._finish(live, "error", error=str(error), code="rejected")
         return None
@@ -215,7 +219,8 @@ class Driver:
             if live is None:
                 self._abort_later.add(request_id)
             else:
-                self._engine.abort(request_id)
+                with held_interrupt():
+                    self._engine.abort(request_id)
                 yield self._finish(live, "abort")
 
     def _advance(self, step: EngineOutput) -> RequestOutput | None:
@@ -225,7 +230,8 @@ class Driver:
         hit = live.add(step)
         if hit is not None:
             if not step.finished:
-                self._engine.stop(step.request_id)
+                with held_interrupt():
+                    self._engine.stop(step.request_id)
             return self._finish(live, "stop", stop_reason=hit)
         if not step.finished:
             return None
@@ -247,17 +253,22 @@ class Driver:
 
     def _drop_unstarted(self) -> None:
         for request_id in [name for name, live in self._live.items() if live.first_token is None]:
-            self._engine.abort(request_id)
+            with held_interrupt():
+                self._engine.abort(request_id)
             del self._live[request_id]
 
     def _give_up(self, *, step: bool) -> None:
         """Leave the engine empty: abort what runs, and let dispatches in flight come back."""
-        for request_id in self._live:
-            with contextlib.suppress(*(() if step else (Exception,))):  # a broken engine must not hide why it broke
-                self._engine.abort(request_id)
-        self._live.clear()
-        while step and self._engine.has_work:
-            self._engine.step()
+        with held_interrupt():
+            for request_id in self._live:
+                with contextlib.suppress(*(() if step else (Exception,))):  # a broken engine must not hide why it broke
+                    self._engine.abort(request_id)
+            self._live.clear()
+            while step and self._engine.has_work:
+                self._engine.step()
+            self._forget_aborts()
+
+    def _forget_aborts(self) -> None:
         self._abort_later.clear()
         while not self._aborts.empty():
             self._aborts.get()

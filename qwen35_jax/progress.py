@@ -2,6 +2,9 @@
 
 A stage is reported by calling ``progress(stage, done, total)``: loading a tensor, compiling a bucket, answering a row.
 Anything that takes long takes such a callable, so that no part of a run is silent for minutes.
+
+A stream that cannot be written to any more (the reader of a pipe is gone, the disk of a log is full) ends the
+reports, never the run.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
 ProgressFn = Callable[..., None]
 """``(stage: str, done: int, total: int, note: str = "") -> None``; see :class:`Progress`."""
@@ -37,7 +40,7 @@ class Progress:
         interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._stream = stream or sys.stderr
+        self._stream: Any = _LastingStream(stream or sys.stderr)
         self._terminal = _is_terminal(self._stream) if terminal is None else terminal
         self._interval = interval
         self._clock = clock
@@ -132,7 +135,33 @@ class RowProgress:
         self._progress.close()
 
 
-def _is_terminal(stream: TextIO) -> bool:
+class _LastingStream:
+    """A stream that drops what cannot be written; an error inside tqdm would leave tqdm's lock taken for good."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        if not self._gone:
+            try:
+                return self._stream.write(text)
+            except OSError:
+                self._gone = True
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except OSError:
+                self._gone = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _is_terminal(stream: Any) -> bool:
     try:
         return stream.isatty()
     except (AttributeError, ValueError):  # a stream without the method, or a closed one

@@ -338,13 +338,16 @@ class BatchJob:
                 if output.error is not None:
                     fail(row, output.error_code or "engine_error", output.error, output.error_param)
                 else:
-                    self._record(row, output, journal, summary)
+                    self._record(llm, row, output, journal, summary)
                     if bar is not None:
                         bar.add(rows=1)
         return not unread and not live
 
-    def _record(self, row: Row, output: RequestOutput, journal: Journal, summary: Summary) -> None:
-        journal.write(response_record(row, output, model=self.spec.model_name, created=int(time.time())))
+    def _record(self, llm: LLM, row: Row, output: RequestOutput, journal: Journal, summary: Summary) -> None:
+        created = int(time.time())
+        journal.write(
+            response_record(row, output, model=self.spec.model_name, created=created, tokenizer=llm.tokenizer)
+        )
         summary.answered += 1
         summary.prompt_tokens += len(output.prompt_token_ids)
         summary.completion_tokens += len(output.outputs[0].token_ids)
@@ -373,7 +376,8 @@ class BatchJob:
             else:
                 request = llm.prepare_prompt(row.prompt, row.params, name, identity)
         except RequestError as error:
-            return _Prepared(BadRow(row.line, row.digest, row.custom_id, error.code, str(error), error.param), None)
+            param = row.path_of(error.param)
+            return _Prepared(BadRow(row.line, row.digest, row.custom_id, error.code, str(error), param), None)
         return _Prepared(row, request)
 
     # Signals.

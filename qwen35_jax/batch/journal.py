@@ -154,7 +154,8 @@ def check_output(path: str, *, overwrite: bool, inputs: Iterable[str] = ()) -> N
 
     Raises:
         UserInputError: its directory is missing, it is no regular file, it is one of ``inputs`` (under this or
-            another name), it cannot be written, or it is there and was not written by a job.
+            another name) or where the command's own messages go, it cannot be read and written, or it is there and
+            was not written by a job.
     """
     parent = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(parent):
@@ -176,8 +177,13 @@ def check_output(path: str, *, overwrite: bool, inputs: Iterable[str] = ()) -> N
             raise UserInputError(f"output {path} is a symbolic link to a file that does not exist")
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UserInputError(f"output {path} is not a regular file")
+        for number, name in ((1, "standard output"), (2, "standard error")):
+            if _is_open_at(number, path):
+                raise UserInputError(f"output {path} is where this command's {name} goes: its messages would be in it")
         if not os.access(path, os.W_OK):
             raise UserInputError(f"output {path} cannot be written: permission denied")
+        if not os.access(path, os.R_OK):
+            raise UserInputError(f"output {path} cannot be read, which a resume needs: permission denied")
         if os.path.getsize(path) and not os.path.exists(manifest) and not overwrite:
             raise UserInputError(
                 f"output {path} exists and was not written by this command (it has no {os.path.basename(manifest)} "
@@ -251,12 +257,15 @@ class Journal:
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
         data = dump_line(record)
-        while data:  # one call, unless the disk is full or a signal cuts it short
-            data = data[os.write(self._file, data) :]
-        now = self._clock()
-        if now - self._synced >= self._fsync_seconds:
-            os.fsync(self._file)
-            self._synced = now
+        try:
+            while data:  # one call, unless the disk is full or a signal cuts it short
+                data = data[os.write(self._file, data) :]
+            now = self._clock()
+            if now - self._synced >= self._fsync_seconds:
+                os.fsync(self._file)
+                self._synced = now
+        except OSError as error:  # which file: the disk of another one may have room
+            raise OSError(error.errno, error.strerror, self.path) from error
 
     def close(self) -> None:
         """Put everything on the disk and let go of the file."""
@@ -309,7 +318,7 @@ def probe_lock(path: str) -> None:
 def _is_open_at(file: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
+    except OSError:  # gone, or (of standard output) closed
         return False
 
 

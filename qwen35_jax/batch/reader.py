@@ -22,6 +22,20 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 
 _SCAN_BYTES = 4 * 1024 * 1024
 
+_NOT_TEXT = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xfd7zXZ\x00": "compressed with xz",
+    # Its whole mark: text that begins with the first letters of it is a bad line, no more.
+    **{b"BZh%d1AY&SY" % level: "compressed with bzip2" for level in range(1, 10)},
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xfe": "UTF-16 or UTF-32",
+    b"\xfe\xff": "UTF-16",
+    b"\x00\x00\xfe\xff": "UTF-32",
+}
+"""How files begin that hold no line of JSON in UTF-8: one message instead of an error for whatever is between two
+newlines."""
+
 
 class Line(NamedTuple):
     """One line of the file.
@@ -46,12 +60,13 @@ class LineSource:
     r"""Random access to the lines of a file; a line ends at ``\n`` and nowhere else.
 
     A grain ``RandomAccessDataSource``. Lines without a byte are left out (and still counted by :attr:`Line.number`).
+    Reading a line that is no longer there raises an OSError: half a line must not pass for a bad row.
 
     Args:
         path: a regular file.
 
     Raises:
-        UserInputError: it cannot be read, or is no regular file.
+        UserInputError: it cannot be read, is no regular file, is compressed or in another encoding than UTF-8.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -71,7 +86,10 @@ class LineSource:
 
     def __getitem__(self, index: int) -> Line:
         length = self._lengths[index]
-        raw = os.pread(self._file, min(length, MAX_LINE_BYTES + 1), self._starts[index])
+        wanted = min(length, MAX_LINE_BYTES + 1)
+        raw = os.pread(self._file, wanted, self._starts[index])
+        if len(raw) < wanted:
+            raise OSError(f"input {self._path} has become shorter since the job began: line {self._numbers[index]}")
         return Line(self._numbers[index], raw, length)
 
     def __repr__(self) -> str:
@@ -103,7 +121,7 @@ def open_input(path: str) -> int:
     """Open a job's input; returns the file descriptor.
 
     Raises:
-        UserInputError: it is missing, unreadable or no regular file.
+        UserInputError: it is missing, unreadable, no regular file, or begins like a file that is no JSONL.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -113,6 +131,11 @@ def open_input(path: str) -> int:
         os.close(file)
         kind = "a directory" if os.path.isdir(path) else "not a regular file (it is read more than once)"
         raise UserInputError(f"cannot read input {path}: it is {kind}")
+    begin = os.pread(file, max(map(len, _NOT_TEXT)), 0)
+    for mark, kind in _NOT_TEXT.items():
+        if begin.startswith(mark):
+            os.close(file)
+            raise UserInputError(f"cannot read input {path}: it is {kind}; a plain JSONL file in UTF-8 is needed")
     return file
 
 

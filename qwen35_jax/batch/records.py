@@ -59,6 +59,9 @@ class Row:
         chat_template_kwargs: for chats; the job's defaults filled in.
         tools: for chats.
         return_token_ids: put the generated ids into the answer.
+        prefix: of its keys' paths: "body." in an envelope.
+        prompt_key: the key that its prompt stood under.
+        limit_key: the key that ``max_tokens`` stood under.
     """
 
     line: int
@@ -71,6 +74,20 @@ class Row:
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] | None = None
     return_token_ids: bool = False
+    prefix: str = ""
+    prompt_key: str = "prompt"
+    limit_key: str = "max_tokens"
+
+    def path_of(self, param: str | None) -> str | None:
+        """The path, from the line's top, of the key that an error of its request is about.
+
+        Args:
+            param: as the request's error names it, which knows neither envelope nor spelling.
+        """
+        if param is None:
+            return None
+        own = {"prompt": self.prompt_key, "prompt_token_ids": self.prompt_key, "max_tokens": self.limit_key}
+        return self.prefix + own.get(param, param)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,9 +239,21 @@ def _row(
         form = _prompt_form(body, kind)
         kind = "chat" if form == "messages" else "completion"
         _check_ignored(body)
+        if body.get("logprobs") is False:  # a row that says no; from_dict takes None for a row that says nothing
+            defaults = dataclasses.replace(defaults, logprobs=None)
         params = SamplingParams.from_dict(_sampling_options(body, kind if envelope else None), defaults)
         _check_text(body)
-        row = Row(line, digest, custom_id, kind, params, return_token_ids=_typed(body, "return_token_ids", bool, False))
+        row = Row(
+            line,
+            digest,
+            custom_id,
+            kind,
+            params,
+            return_token_ids=_typed(body, "return_token_ids", bool, False),
+            prefix=prefix,
+            prompt_key=form,
+            limit_key=_limit_key(body),
+        )
         if kind == "chat":
             check_messages(body["messages"])
             tools = _typed(body, "tools", list, None)
@@ -240,7 +269,9 @@ def _row(
                 raise RequestError("invalid_value", f"{key} needs messages", param=key)
         return dataclasses.replace(row, prompt=_prompt(body, form))
     except SamplingParamsError as error:
-        raise RequestError("invalid_value", str(error), param=prefix + error.field) from None
+        field = _limit_key(body) if error.field == "max_tokens" else error.field
+        message = field + str(error).removeprefix(error.field)
+        raise RequestError("invalid_value", message, param=prefix + field) from None
     except RequestError as error:
         raise RequestError(error.code, str(error), param=error.param and prefix + error.param) from None
 
@@ -337,6 +368,10 @@ def _sampling_options(body: Mapping[str, Any], kind: str | None) -> dict[str, An
             message = str(error).replace("logprobs", "top_logprobs", 1)
             raise RequestError("invalid_value", message, param="top_logprobs") from None
     return options
+
+
+def _limit_key(body: Mapping[str, Any]) -> str:
+    return "max_completion_tokens" if "max_completion_tokens" in body and "max_tokens" not in body else "max_tokens"
 
 
 def _typed(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

@@ -8,15 +8,18 @@ resume whether the row is still the same.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen35_jax.batch.records import BadRow, Row, row_key
 from qwen35_jax.outputs import CompletionOutput, Logprob, RequestOutput
+
+if TYPE_CHECKING:
+    from qwen35_jax.text import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; the value that OpenAI writes in its place
 
@@ -42,7 +45,9 @@ def error_record(row: Row | BadRow, code: str, message: str, param: str | None =
     }
 
 
-def response_record(row: Row, output: RequestOutput, *, model: str, created: int) -> dict[str, Any]:
+def response_record(
+    row: Row, output: RequestOutput, *, model: str, created: int, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """The terminal record of a row that ran.
 
     Args:
@@ -50,6 +55,7 @@ def response_record(row: Row, output: RequestOutput, *, model: str, created: int
         output: its answer.
         model: name of the model for the body.
         created: seconds since 1970.
+        tokenizer: has the bytes of tokens; None when the model runs without one.
     """
     completion = output.outputs[0]
     prompt_tokens, completion_tokens = len(output.prompt_token_ids), len(completion.token_ids)
@@ -59,10 +65,10 @@ def response_record(row: Row, output: RequestOutput, *, model: str, created: int
         if completion.reasoning is not None:
             message["reasoning_content"] = completion.reasoning
         choice["message"] = message
-        choice["logprobs"] = _chat_logprobs(completion, row.params.logprobs or 0)
+        choice["logprobs"] = _chat_logprobs(completion, row.params.logprobs or 0, tokenizer)
     else:
         choice["text"] = completion.text
-        choice["logprobs"] = _completion_logprobs(completion)
+        choice["logprobs"] = _completion_logprobs(completion, row.params.skip_special_tokens, tokenizer)
     choice["finish_reason"] = completion.finish_reason
     choice["stop_reason"] = completion.stop_reason
     if row.return_token_ids:
@@ -95,28 +101,30 @@ def _record_id(row: Row | BadRow) -> str:
     return "batch_req_" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
 
 
-def _chat_logprobs(completion: CompletionOutput, number: int) -> dict[str, Any] | None:
+def _chat_logprobs(completion: CompletionOutput, number: int, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
     content = []
     for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True):
         # The sampled token is always there; as an alternative it counts only where it is one of the most probable.
-        best = sorted((entry for entry in found.values() if entry.rank <= number), key=lambda entry: entry.rank)
-        top = [_token_entry(entry) for entry in best[:number]]
-        content.append({**_token_entry(found[token_id]), "top_logprobs": top})
+        best = sorted((item for item in found.items() if item[1].rank <= number), key=lambda item: item[1].rank)
+        top = [_token_entry(other, entry, tokenizer) for other, entry in best[:number]]
+        content.append({**_token_entry(token_id, found[token_id], tokenizer), "top_logprobs": top})
     return {"content": content}
 
 
-def _token_entry(entry: Logprob) -> dict[str, Any]:
-    token = entry.decoded_token
+def _token_entry(token_id: int, entry: Logprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {
-        "token": token,
+        "token": entry.decoded_token,
         "logprob": _number(entry.logprob),
-        "bytes": None if token is None else list(token.encode("utf-8", "replace")),
+        # The token's own, from which a character that several tokens share can be put together: its text cannot tell.
+        "bytes": None if tokenizer is None else list(tokenizer.token_bytes(token_id)),
     }
 
 
-def _completion_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
+def _completion_logprobs(
+    completion: CompletionOutput, skip_special_tokens: bool, tokenizer: Tokenizer | None
+) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
     sampled = [found[token_id] for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True)]
@@ -124,23 +132,34 @@ def _completion_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
     return {
         "tokens": tokens,
         "token_logprobs": [_number(entry.logprob) for entry in sampled],
-        "top_logprobs": [
-            {_name(entry, token_id): _number(entry.logprob) for token_id, entry in found.items()}
-            for found in completion.logprobs
-        ],
-        "text_offset": _offsets(tokens),
+        "top_logprobs": [_by_name(found) for found in completion.logprobs],
+        "text_offset": _offsets(completion.token_ids, skip_special_tokens, tokenizer),
     }
+
+
+def _by_name(found: dict[int, Logprob]) -> dict[str, float]:
+    named: dict[str, float] = {}
+    for token_id, entry in found.items():
+        # Tokens that are parts of characters share a name: it is the first one's, and the sampled token comes first.
+        named.setdefault(_name(entry, token_id), _number(entry.logprob))
+    return named
 
 
 def _name(entry: Logprob, token_id: int) -> str:
     return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
 
 
-def _offsets(tokens: Sequence[str]) -> list[int]:
+def _offsets(token_ids: list[int], skip_special_tokens: bool, tokenizer: Tokenizer | None) -> list[int]:
+    """Where in the text each token begins; for a token that begins within a character, where that one does."""
+    if tokenizer is None:  # there is no text
+        return [0] * len(token_ids)
+    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, length = [], 0
-    for token in tokens:
+    for token_id in token_ids:
         offsets.append(length)
-        length += len(token)
+        if token_id not in skipped:
+            length += len(decoder.decode(tokenizer.token_bytes(token_id)))
     return offsets
 
 

@@ -137,6 +137,69 @@ def test_an_overlong_line_is_a_record(files, monkeypatch):
     assert [record["error"]["code"] for record in files.records() if record["error"]] == ["line_too_long"]
 
 
+def test_errors_name_the_key_by_its_path_in_the_line(files):
+    chats, completions = {"url": "/v1/chat/completions"}, {"url": "/v1/completions"}
+    files.put(
+        {**completions, "body": {"prompt": "x" * 64}},
+        {**completions, "body": {"prompt": "x", "max_tokens": 64}},
+        {**completions, "body": {"prompt": "x", "max_completion_tokens": 64}},
+        {**completions, "body": {"prompt": [257]}},
+        {**completions, "body": {"prompt_token_ids": []}},
+        {**chats, "body": {"messages": [{"role": "boom", "content": ""}]}},
+        {**chats, "body": {"messages": [{"role": "user", "content": "x" * 64}]}},
+        {"prompt_token_ids": [65] * 64},
+        {"prompt": "x", "min_tokens": 64},
+    )
+    files.run(sampling=SamplingParams())
+    errors = {record["line"]: record["error"] for record in files.records()}
+    assert [errors[line]["param"] for line in range(1, 10)] == [
+        "body.prompt",
+        "body.max_tokens",
+        "body.max_completion_tokens",
+        "body.prompt",
+        "body.prompt_token_ids",
+        "body.messages",
+        "body.messages",
+        "prompt_token_ids",
+        "min_tokens",
+    ]
+
+
+def test_an_input_that_becomes_shorter_ends_the_job_and_loses_nothing(files):
+    files.put(*rows(300))
+    with open(files.input, "rb") as file:
+        content = file.read()
+
+    def cut(engine):
+        if engine.steps == 3:
+            os.truncate(files.input, len(content) - 20)
+
+    with pytest.raises(OSError, match=r"in.jsonl has become shorter since the job began: line 300"):
+        files.run(make_llm(on_step=cut))
+    assert None not in files.texts().values()  # half a line is no bad row
+    with open(files.input, "wb") as file:
+        file.write(content)
+    assert files.run().resumed > 0
+    assert len(files.texts()) == 300 and None not in files.texts().values()
+
+
+class Broken(io.StringIO):
+    """A pipe without a reader."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_that_nobody_reads_does_not_end_the_job(files, terminal):
+    files.put(*rows(30))
+    llm = make_llm(on_step=lambda engine: engine.steps == 10 and signal.raise_signal(signal.SIGINT))
+    summary = files.run(llm, progress=Progress(Broken(), terminal=terminal, interval=0))
+    assert summary.interrupted == "SIGINT"  # said to nobody, and heeded
+    assert files.run(progress=Progress(Broken(), terminal=terminal, interval=0)).recorded == 30
+    assert len(files.texts()) == 30
+
+
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
 def test_an_input_without_rows(files, content):
     files.put(content)
@@ -361,7 +424,7 @@ def test_a_full_disk_ends_the_job_and_it_can_be_resumed(files, monkeypatch):
         return real(file, data)
 
     monkeypatch.setattr(journals.os, "write", write)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left.*out.jsonl"):
         files.run()
     monkeypatch.undo()
     assert len(files.records()) == 4

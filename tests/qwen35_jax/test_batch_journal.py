@@ -1,6 +1,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -227,6 +229,28 @@ def test_files_of_others_are_not_touched(tmp_path, out):
     os.symlink(tmp_path / "gone", tmp_path / "dangling")
     with pytest.raises(UserInputError, match="symbolic link"):
         check_output(str(tmp_path / "dangling"), overwrite=False)
+
+
+def test_the_output_is_not_where_messages_go(tmp_path):
+    code = (
+        "import sys; from qwen35_jax.batch.journal import check_output\n"
+        "try: check_output(sys.argv[1], overwrite=True)\n"
+        "except ValueError as error: sys.exit(str(error))"
+    )
+    answers = tmp_path / "answers.jsonl"
+    for path in (str(answers), "/dev/stdout"):
+        with open(answers, "w") as file:
+            run = subprocess.run([sys.executable, "-c", code, path], stdout=file, stderr=subprocess.PIPE, text=True)
+        assert run.stderr.startswith(f"output {path} is where this command's standard output goes")
+
+
+def test_an_output_without_permissions_is_named(out, monkeypatch):
+    open(out, "w").close()
+    denied = {os.R_OK: "cannot be read, which a resume needs", os.W_OK: "cannot be written"}
+    for mode, words in denied.items():
+        monkeypatch.setattr(journals.os, "access", lambda path, asked, mode=mode: path != out or asked != mode)
+        with pytest.raises(UserInputError, match=f"{words}: permission denied"):
+            check_output(out, overwrite=False)
 
 
 # The manifest.

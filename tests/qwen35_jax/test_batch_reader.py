@@ -1,3 +1,6 @@
+import bz2
+import gzip
+import lzma
 import os
 import threading
 import time
@@ -53,6 +56,30 @@ def test_unreadable_inputs_are_named(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserInputError, match="not a regular file"):
         LineSource(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(b'{"prompt": "a"}\n'), "compressed with gzip"),
+        (bz2.compress(b'{"prompt": "a"}\n'), "compressed with bzip2"),
+        (lzma.compress(b'{"prompt": "a"}\n'), "compressed with xz"),
+        (b"\x28\xb5\x2f\xfd\x04\x00", "compressed with zstd"),
+        (b"PK\x03\x04\x14\x00", "a zip archive"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "UTF-16"),
+        ('{"prompt": "a"}\n'.encode("utf-32"), "UTF-32"),
+    ],
+    ids=["gzip", "bzip2", "xz", "zstd", "zip", "utf-16", "utf-32"],
+)
+def test_a_file_of_another_kind_is_named_as_such(tmp_path, content, words):
+    (tmp_path / "in.jsonl").write_bytes(content)
+    with pytest.raises(UserInputError, match=rf"cannot read input .*in.jsonl: it is .*{words}.*; a plain JSONL file"):
+        LineSource(tmp_path / "in.jsonl")
+
+
+def test_a_first_line_that_begins_like_another_kind_is_a_bad_line_alone(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b'BZhello\n{"prompt": "a"}\n')
+    assert [line.raw for line in LineSource(tmp_path / "in.jsonl")] == [b"BZhello", b'{"prompt": "a"}']
 
 
 def test_reading_ahead_is_ordered_bounded_and_ends_with_its_context(tmp_path):

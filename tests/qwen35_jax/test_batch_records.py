@@ -7,6 +7,7 @@ from qwen35_jax import SamplingParams
 from qwen35_jax.batch.records import BadRow, Row, identify, line_digest, parse_line, rng_id, row_key
 from qwen35_jax.batch.responses import dump_line, error_record, response_record
 from qwen35_jax.outputs import CompletionOutput, Logprob, RequestOutput
+from tests.qwen35_jax.fakes import EOS, FakeTokenizer
 
 pytestmark = pytest.mark.timeout(60)
 DEFAULTS = SamplingParams(temperature=0.5, top_k=20)
@@ -103,6 +104,13 @@ def test_logprobs_in_either_form(value, number):
     assert parse(value).params.logprobs == number
 
 
+def test_a_row_that_wants_no_logprobs_gets_none_whatever_the_default():
+    defaults = SamplingParams(logprobs=2)
+    assert parse(chat(logprobs=False), defaults=defaults).params.logprobs is None
+    assert parse({"prompt": "x", "logprobs": False}, defaults=defaults).params.logprobs is None
+    assert parse(chat(), defaults=defaults).params.logprobs == 2
+
+
 def test_content_parts_and_tools():
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": None}]
     row = parse({"messages": parts, "tools": [{"type": "function"}]})
@@ -195,6 +203,8 @@ BAD = [
     (chat(n=2), "invalid_value", "body.n", "n=1"),
     (chat(logit_bias={"5": 1}), "invalid_value", "body.logit_bias", "not supported"),
     (chat(logprobs=3), "invalid_value", "body.logprobs", "top_logprobs"),
+    (chat(max_completion_tokens=0), "invalid_value", "body.max_completion_tokens", "max_completion_tokens: 0 is out"),
+    (chat(max_tokens=0, max_completion_tokens=0), "invalid_value", "body.max_tokens", "max_tokens: 0 is out"),
     (chat(top_logprobs=3), "invalid_value", "body.top_logprobs", "logprobs: true"),
     (chat(logprobs=True, top_logprobs=21), "invalid_value", "body.top_logprobs", "21"),
     (completion(logprobs=True), "invalid_value", "body.logprobs", "integer"),
@@ -236,8 +246,12 @@ def output(token_ids=(72, 105), text="Hi", **options):
     return RequestOutput("line-3", prompt_token_ids=[1, 2, 3], outputs=[completion])
 
 
-def record(row, out):
-    return json.loads(dump_line(response_record(row, out, model="m", created=5)))
+def record(row, out, tokenizer=None):
+    return json.loads(dump_line(response_record(row, out, model="m", created=5, tokenizer=tokenizer)))
+
+
+def logprobs_of(row, out, tokenizer=None):
+    return record(row, out, tokenizer)["response"]["body"]["choices"][0]["logprobs"]
 
 
 def test_a_chat_record():
@@ -274,7 +288,7 @@ LOGPROBS = [
 
 def test_chat_logprobs():
     row = parse(chat(logprobs=True, top_logprobs=2))
-    content = record(row, output(logprobs=LOGPROBS))["response"]["body"]["choices"][0]["logprobs"]["content"]
+    content = logprobs_of(row, output(logprobs=LOGPROBS), FakeTokenizer())["content"]
     assert [entry["token"] for entry in content] == ["H", "i"]
     assert content[0]["logprob"] == -0.5 and content[0]["bytes"] == [72]
     assert [[top["token"] for top in entry["top_logprobs"]] for entry in content] == [["H", "A"], ["A", "B"]]
@@ -283,22 +297,55 @@ def test_chat_logprobs():
 
 def test_completion_logprobs():
     row = parse({"prompt": "x", "logprobs": 2})
-    found = record(row, output(logprobs=LOGPROBS))["response"]["body"]["choices"][0]["logprobs"]
+    found = logprobs_of(row, output(logprobs=LOGPROBS), FakeTokenizer())
     assert found["tokens"] == ["H", "i"] and found["token_logprobs"] == [-0.5, -9.0]
     assert found["text_offset"] == [0, 1]
     assert found["top_logprobs"] == [{"H": -0.5, "A": -1.5}, {"i": -9.0, "A": -0.5, "B": -9999.0}]
 
 
 def test_logprobs_without_a_tokenizer():
-    row = parse({"prompt": "x", "logprobs": 0})
-    out = output(logprobs=[{72: Logprob(-0.5, 1)}, {105: Logprob(-1.0, 1)}])
-    found = record(row, out)["response"]["body"]["choices"][0]["logprobs"]
-    assert found["tokens"] == ["token_id:72", "token_id:105"]
+    out = output(text="", content="", logprobs=[{72: Logprob(-0.5, 1)}, {105: Logprob(-1.0, 1)}])
+    found = logprobs_of(parse({"prompt": "x", "logprobs": 0}), out)
+    assert found["tokens"] == ["token_id:72", "token_id:105"] and found["text_offset"] == [0, 0]
+    content = logprobs_of(parse(chat(logprobs=True)), out)["content"]
+    assert [(entry["token"], entry["bytes"]) for entry in content] == [(None, None), (None, None)]
+
+
+SHARED = "a漢b"  # a token a byte: three tokens share the middle character
+
+
+def shared_output():
+    ids = list(SHARED.encode())
+    # The other half of a character is among the alternatives: both look like U+FFFD.
+    found = [{i: Logprob(-0.5, 1, bytes([i]).decode(errors="replace")), 0x80: Logprob(-2.0, 2, "\ufffd")} for i in ids]
+    return output(ids, SHARED, content=SHARED, logprobs=found)
+
+
+def test_bytes_of_tokens_put_a_shared_character_together():
+    content = logprobs_of(parse(chat(logprobs=True, top_logprobs=2)), shared_output(), FakeTokenizer())["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == SHARED
+    assert [top["bytes"] for top in content[1]["top_logprobs"]] == [[0xE6], [0x80]]
+
+
+def test_offsets_are_those_of_the_text_and_a_shared_name_is_the_sampled_token_s():
+    found = logprobs_of(parse({"prompt": "x", "logprobs": 1}), shared_output(), FakeTokenizer())
+    assert found["text_offset"] == [0, 1, 1, 1, 2]
+    assert [SHARED[place] for place in found["text_offset"]] == ["a", "漢", "漢", "漢", "b"]
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert top[token] == logprob
+
+
+@pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1]), (False, [0, 1, 6])])
+def test_tokens_that_are_no_text_take_no_room_in_it(skip, offsets):
+    row = parse({"prompt": "x", "logprobs": 0, "ignore_eos": True, "skip_special_tokens": skip})
+    found = [{i: Logprob(-0.5, 1, "?")} for i in (65, EOS, 66)]
+    assert logprobs_of(row, output((65, EOS, 66), logprobs=found), FakeTokenizer())["text_offset"] == offsets
 
 
 def test_a_record_is_one_line_to_every_reader():
     row = parse({"custom_id": "a\u2028b", "prompt": "x"})
-    data = dump_line(response_record(row, output(text="a\u2028b\u2029c\x85d\ne\x7ff é 漢"), model="m", created=5))
+    out = output(text="a\u2028b\u2029c\x85d\ne\x7ff é 漢")
+    data = dump_line(response_record(row, out, model="m", created=5, tokenizer=None))
     assert data.endswith(b"\n") and len(data.decode().splitlines()) == 1
     made = json.loads(data)
     assert made["custom_id"] == "a\u2028b"

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import signal
 import weakref
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
+from qwen35_jax import LLM, prefill_device
 from qwen35_jax import engine as engine_module
-from qwen35_jax import prefill_device
 from qwen35_jax.cache import tree_bytes
 from qwen35_jax.engine import EngineError
 from qwen35_jax.errors import UserInputError
@@ -21,7 +22,7 @@ from qwen35_jax.sampling_params import SamplingParams
 from qwen35_jax.steps import ProgramKey
 from qwen35_jax.transfer import in_transit_bytes, transfer_bytes, transfer_widths
 from schedulers import RequestRejected
-from tests.engine_kit import EOS, NUM_VALID, Job, Result, assert_same, drain, kit, mixed_jobs, run, submit_all
+from tests.engine_kit import EOS, MODEL, NUM_VALID, Job, Result, assert_same, drain, kit, mixed_jobs, run, submit_all
 
 MODES = ("off", "other_buckets", "stream", "device", "k8")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -183,6 +184,43 @@ def test_a_row_with_nan_fails_alone(mode, jobs, solo):
     submit_all(engine, again)
     assert_same(drain(engine), solo)
     engine.close()
+
+
+@pytest.mark.timeout(60)  # what it is about shows as a loop without an end
+@pytest.mark.parametrize(
+    ("mode", "call", "when"),
+    [
+        ("off", "submit", 2),
+        ("off", "run", 2),
+        ("off", "fetch", 2),
+        ("device", "run", 2),
+        ("device", "fetch", 1),  # of the first chunk
+        ("device", "merge", 1),
+    ],
+)
+def test_ctrl_c_within_any_call_leaves_a_working_engine(mode, call, when, jobs, solo, monkeypatch):
+    engine = kit(mode).engine()
+    llm = LLM.from_engine(engine, MODEL, None)
+    owner = {"submit": engine.scheduler, "fetch": engine_module}.get(call, engine.programs)
+    real, calls = getattr(owner, call), []
+
+    def interrupted(*args):
+        result = real(*args)
+        calls.append(call)
+        if len(calls) == when:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([job.prompt for job in jobs], [job.params for job in jobs], use_tqdm=False)
+    assert len(calls) >= when and not engine.has_work
+    requests = [llm.prepare_prompt(job.prompt, job.params, job.name, job.name) for job in jobs]
+    outputs = {output.request_id: output for output in llm.stream(requests)}
+    assert {name: output.error for name, output in outputs.items()} == dict.fromkeys(solo)
+    for name, result in solo.items():
+        assert outputs[name].outputs[0].token_ids == result.tokens, name
+    llm.close()
 
 
 @pytest.mark.parametrize("mode", ("off", "stream", "device"))

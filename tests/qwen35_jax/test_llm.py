@@ -2,6 +2,7 @@ import dataclasses
 import inspect
 import io
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -295,6 +296,45 @@ def test_an_interrupted_call_leaves_the_engine_empty():
     assert texts(llm.generate(["ok"], SHORT, use_tqdm=False)) == ["ok"]
 
 
+def test_ctrl_c_within_a_step_acts_when_the_step_is_done():
+    seen = []
+
+    def interrupt(engine):
+        if engine.steps == 2:
+            signal.raise_signal(signal.SIGINT)
+            seen.append("the step went on")
+
+    llm = make_llm(on_step=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "def"], SHORT, use_tqdm=False)
+    assert seen == ["the step went on"] and not llm.engine.has_work
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert texts(llm.generate(["ok"], SHORT, use_tqdm=False)) == ["ok"]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step():
+    def interrupt(engine):
+        if engine.steps == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("the second one was held back too")
+
+    with pytest.raises(KeyboardInterrupt):
+        make_llm(on_step=interrupt).generate(["abc"], SHORT, use_tqdm=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_caller_s_own_is_left_alone():
+    caught = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        llm = make_llm(on_step=lambda engine: engine.steps == 2 and signal.raise_signal(signal.SIGINT))
+        assert texts(llm.generate(["abc"], SHORT, use_tqdm=False)) == ["abc"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert caught == [signal.SIGINT]
+
+
 # Abort.
 
 
@@ -318,6 +358,14 @@ def test_abort_of_a_request_that_waits_outside_the_engine():
     outputs = llm.generate(prompts, SHORT, use_tqdm=False, request_ids=[f"r{index}" for index in range(50)])
     assert outputs[49].finish_reason == "abort" and texts(outputs)[:49] == prompts[:49]
     assert "r49" not in [name for name, _, _ in llm.engine.submitted]
+
+
+def test_an_abort_that_comes_too_late_does_not_hit_the_name_when_it_comes_again():
+    llm = make_llm()
+    for _ in range(2):
+        (output,) = llm.generate("ab", SHORT, use_tqdm=False, request_ids=["row"])
+        assert (output.finish_reason, output.outputs[0].text) == ("stop", "ab")
+        llm.abort("row")
 
 
 def test_abort_of_unknown_ids_is_forgotten():
