@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qwen35_jax.interrupts import held_interrupt
+from qwen35_jax.interrupts import held_signals
 from qwen35_jax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from qwen35_jax.requests import GenerationRequest
 from qwen35_jax.sampling_params import SamplingParams
@@ -174,7 +174,7 @@ class Driver:
                         return
                     continue
                 try:
-                    with held_interrupt():
+                    with held_signals():
                         steps = self._engine.step()
                 except Exception as error:
                     failed = True
@@ -204,7 +204,7 @@ class Driver:
         if request.request_id in self._abort_later:
             return self._finish(live, "abort")
         try:
-            with held_interrupt():
+            with held_signals():
                 self._engine.submit(
                     request.request_id, request.prompt_token_ids, request.params, request.rng_id, sample_index=0
                 )
@@ -219,7 +219,7 @@ class Driver:
             if live is None:
                 self._abort_later.add(request_id)
             else:
-                with held_interrupt():
+                with held_signals():
                     self._engine.abort(request_id)
                 yield self._finish(live, "abort")
 
@@ -230,7 +230,7 @@ class Driver:
         hit = live.add(step)
         if hit is not None:
             if not step.finished:
-                with held_interrupt():
+                with held_signals():
                     self._engine.stop(step.request_id)
             return self._finish(live, "stop", stop_reason=hit)
         if not step.finished:
@@ -253,13 +253,13 @@ class Driver:
 
     def _drop_unstarted(self) -> None:
         for request_id in [name for name, live in self._live.items() if live.first_token is None]:
-            with held_interrupt():
+            with held_signals():
                 self._engine.abort(request_id)
             del self._live[request_id]
 
     def _give_up(self, *, step: bool) -> None:
         """Leave the engine empty: abort what runs, and let dispatches in flight come back."""
-        with held_interrupt():
+        with held_signals():
             for request_id in self._live:
                 with contextlib.suppress(*(() if step else (Exception,))):  # a broken engine must not hide why it broke
                     self._engine.abort(request_id)

@@ -1,4 +1,4 @@
-"""Ctrl-C between the steps of an engine, never inside one."""
+"""Signals between the steps of an engine, never inside one."""
 
 from __future__ import annotations
 
@@ -10,31 +10,39 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def held_interrupt() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done; KeyboardInterrupt is then raised. A second Ctrl-C acts at once.
+def held_signals() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block is done; a second one acts at once, and the first with it.
 
-    Python raises KeyboardInterrupt wherever the main thread is. In the middle of an engine's call that leaves donated
-    pools without their successors, or a request that the scheduler knows and the engine does not.
-
-    Only Python's own reaction to SIGINT is held back: whoever has installed another handler, or runs outside of the
-    main thread, keeps what it has.
+    A handler in Python may raise (KeyboardInterrupt, SystemExit) wherever the main thread is. In the middle of an
+    engine's call that leaves donated pools without their successors, or a request that the scheduler knows and the
+    engine does not. Signals that no Python handler waits for, and blocks outside of the main thread, are left alone.
     """
-    own = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not own:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = False
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    held: list[tuple[int, FrameType | None]] = []
+    at_once = False
 
     def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal held
-        if held:
-            own(number, frame)
-        held = True
+        nonlocal at_once
+        held.append((number, frame))
+        at_once = at_once or len(held) > 1
+        if at_once:
+            act()
 
-    signal.signal(signal.SIGINT, hold)
+    def act() -> None:
+        while held:
+            number, frame = held.pop(0)
+            handlers[number](number, frame)
+
+    for number in handlers:
+        signal.signal(number, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, own)
-        if held:
-            raise KeyboardInterrupt
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is hold:  # else a handler has just installed another one
+                signal.signal(number, handler)
+        act()

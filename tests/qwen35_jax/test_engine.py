@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import signal
+import sys
 import weakref
 
 import jax
@@ -188,17 +189,18 @@ def test_a_row_with_nan_fails_alone(mode, jobs, solo):
 
 @pytest.mark.timeout(60)  # what it is about shows as a loop without an end
 @pytest.mark.parametrize(
-    ("mode", "call", "when"),
+    ("mode", "call", "when", "number"),
     [
-        ("off", "submit", 2),
-        ("off", "run", 2),
-        ("off", "fetch", 2),
-        ("device", "run", 2),
-        ("device", "fetch", 1),  # of the first chunk
-        ("device", "merge", 1),
+        ("off", "submit", 2, signal.SIGINT),
+        ("off", "run", 2, signal.SIGINT),
+        ("off", "fetch", 2, signal.SIGINT),
+        ("device", "run", 2, signal.SIGINT),
+        ("device", "fetch", 1, signal.SIGINT),  # of the first chunk
+        ("device", "fetch", 1, signal.SIGTERM),
+        ("device", "merge", 1, signal.SIGINT),
     ],
 )
-def test_ctrl_c_within_any_call_leaves_a_working_engine(mode, call, when, jobs, solo, monkeypatch):
+def test_a_signal_within_any_call_leaves_a_working_engine(mode, call, when, number, jobs, solo, monkeypatch):
     engine = kit(mode).engine()
     llm = LLM.from_engine(engine, MODEL, None)
     owner = {"submit": engine.scheduler, "fetch": engine_module}.get(call, engine.programs)
@@ -208,12 +210,16 @@ def test_ctrl_c_within_any_call_leaves_a_working_engine(mode, call, when, jobs, 
         result = real(*args)
         calls.append(call)
         if len(calls) == when:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return result
 
     monkeypatch.setattr(owner, call, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([job.prompt for job in jobs], [job.params for job in jobs], use_tqdm=False)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as the commands and many scripts have it
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            llm.generate([job.prompt for job in jobs], [job.params for job in jobs], use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert len(calls) >= when and not engine.has_work
     requests = [llm.prepare_prompt(job.prompt, job.params, job.name, job.name) for job in jobs]
     outputs = {output.request_id: output for output in llm.stream(requests)}

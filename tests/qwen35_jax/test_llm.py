@@ -324,15 +324,45 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_of_the_caller_s_own_is_left_alone():
-    caught = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_of_the_caller_s_own_is_called_between_steps(number):
+    caught, in_step = [], []
+
+    def raise_it(engine):
+        if engine.steps == 2:
+            signal.raise_signal(number)
+            in_step.extend(caught)
+
+    before = signal.signal(number, lambda number, frame: caught.append(number))
+    own = signal.getsignal(number)
     try:
-        llm = make_llm(on_step=lambda engine: engine.steps == 2 and signal.raise_signal(signal.SIGINT))
-        assert texts(llm.generate(["abc"], SHORT, use_tqdm=False)) == ["abc"]
+        assert texts(make_llm(on_step=raise_it).generate(["abc"], SHORT, use_tqdm=False)) == ["abc"]
+        assert signal.getsignal(number) is own
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert caught == [signal.SIGINT]
+        signal.signal(number, before)
+    assert caught == [number] and not in_step
+
+
+def test_a_handler_that_installs_another_one_in_the_middle_of_a_step_keeps_it():
+    def first(number, frame):
+        caught.append("first")
+        signal.signal(signal.SIGTERM, second)
+
+    def second(number, frame):
+        caught.append("second")
+
+    def raise_them(engine):
+        if engine.steps == 2:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+    caught = []
+    before = signal.signal(signal.SIGTERM, first)
+    try:
+        make_llm(on_step=raise_them).generate(["abc"], SHORT, use_tqdm=False)
+        assert signal.getsignal(signal.SIGTERM) is second and caught == ["first", "first"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # Abort.
