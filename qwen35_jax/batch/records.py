@@ -36,6 +36,18 @@ _SAMPLING_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams
 _CHAT_ONLY_KEYS = ("chat_template_kwargs", "tools")
 _OTHER_KEYS = ("max_completion_tokens", "top_logprobs", "return_token_ids")
 _IGNORED_KEYS = {"model": str, "user": str, "metadata": dict, "stream": bool}
+_DEFAULT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": (),
+    "suffix": (),
+    "tool_choice": ("auto",),
+}
+"""Keys of OpenAI's API for what is not supported, and the values, beside null, with which they ask for nothing."""
 _BODY_KEYS = frozenset((*_PROMPT_KEYS, *_SAMPLING_KEYS, *_CHAT_ONLY_KEYS, *_OTHER_KEYS, *_IGNORED_KEYS))
 _MAX_DEPTH = 100
 _ID_KEYS = ("custom_id", "id")
@@ -296,8 +308,15 @@ def _open_envelope(value: dict[str, Any]) -> tuple[str | None, dict[str, Any], s
 
 
 def _check_keys(body: Mapping[str, Any]) -> None:
-    for key in body:
-        if key not in _BODY_KEYS:
+    for key, value in body.items():
+        if key in _DEFAULT_VALUES:
+            allowed = (None, *_DEFAULT_VALUES[key])
+            # By type too: to Python 1 is True.
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                words = " or ".join(json.dumps(one) for one in reversed(allowed))
+                message = f"{key} is not supported: only {words} may be given, got {brief(value)}"
+                raise RequestError("invalid_value", message, param=key)
+        elif key not in _BODY_KEYS:
             near = difflib.get_close_matches(key, _BODY_KEYS, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise RequestError("unknown_key", f"unknown key {key!r}{hint}", param=key)
