@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -103,7 +104,8 @@ class LLM:
             prompts: one prompt or a list of them. A prompt is a string, a list of token ids, ``{"prompt": str}`` or
                 ``{"prompt_token_ids": [int, ...]}``.
             sampling_params: for all prompts, or one for each; None takes the defaults of the model's
-                generation_config. ``max_tokens=None`` means 4096, or what room the context leaves.
+                generation_config, of which ``max_tokens`` gives way to what room the context leaves. In those given
+                here ``max_tokens=None`` means 4096, or what room is left; another number must fit.
             use_tqdm: report progress on stderr.
             raise_on_error: raise at the first request that fails instead of going on.
             request_ids: names for :meth:`abort`, one a prompt; made up when None.
@@ -160,11 +162,7 @@ class LLM:
         if items and all(isinstance(item, Mapping) for item in items):
             items = [items]
 
-        def prepare(messages: Any, params: SamplingParams, request_id: str, rng_id: int) -> GenerationRequest:
-            return self.prepare_chat(
-                messages, params, request_id, rng_id, chat_template_kwargs=chat_template_kwargs, tools=tools
-            )
-
+        prepare = functools.partial(self.prepare_chat, chat_template_kwargs=chat_template_kwargs, tools=tools)
         return self._run_all(items, prepare, sampling_params, use_tqdm, raise_on_error, request_ids)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -232,14 +230,20 @@ class LLM:
     # Preparing single requests.
 
     def prepare_prompt(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, rng_id: str | int
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        rng_id: str | int,
+        *,
+        default_limit: bool = False,
     ) -> GenerationRequest:
         """Check and tokenise one prompt; see :meth:`~qwen35_jax.requests.RequestPreparer.prompt`.
 
         Raises:
             RequestError: the prompt cannot run; says why.
         """
-        return self._preparer.prompt(prompt, params, request_id, rng_id)
+        return self._preparer.prompt(prompt, params, request_id, rng_id, default_limit=default_limit)
 
     def prepare_chat(
         self,
@@ -250,6 +254,7 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        default_limit: bool = False,
     ) -> GenerationRequest:
         """Render and tokenise one conversation; see :meth:`~qwen35_jax.requests.RequestPreparer.chat`.
 
@@ -257,7 +262,13 @@ class LLM:
             RequestError: the conversation cannot run; says why.
         """
         return self._preparer.chat(
-            messages, params, request_id, rng_id, chat_template_kwargs=chat_template_kwargs, tools=tools
+            messages,
+            params,
+            request_id,
+            rng_id,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+            default_limit=default_limit,
         )
 
     # Running a list of them.
@@ -265,7 +276,7 @@ class LLM:
     def _run_all(
         self,
         items: list[Any],
-        prepare: Callable[[Any, SamplingParams, str, int], GenerationRequest],
+        prepare: Callable[..., GenerationRequest],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         raise_on_error: bool,
@@ -277,7 +288,7 @@ class LLM:
         def requests() -> Iterator[GenerationRequest | RequestOutput]:
             for index, (item, options, name) in enumerate(zip(items, params, names, strict=True)):
                 try:
-                    yield prepare(item, options, name, index)
+                    yield prepare(item, options, name, index, default_limit=sampling_params is None)
                 except RequestError as error:
                     yield failed_output(name, error, item)
 

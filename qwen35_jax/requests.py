@@ -56,8 +56,24 @@ class RequestPreparer:
         self._vocab_limit = vocab_size if tokenizer is None else min(tokenizer.vocab_limit, vocab_size)
         self._max_model_len = max_model_len
 
-    def prompt(self, prompt: Prompt, params: SamplingParams, request_id: str, rng_id: str | int) -> GenerationRequest:
+    def prompt(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        rng_id: str | int,
+        *,
+        default_limit: bool = False,
+    ) -> GenerationRequest:
         """A request to continue a prompt.
+
+        Args:
+            prompt: see :data:`Prompt`.
+            params: sampling options.
+            request_id: see :class:`GenerationRequest`.
+            rng_id: likewise.
+            default_limit: ``max_tokens`` is a default, not what this request asked for: it gives way to what room the
+                context leaves.
 
         Raises:
             RequestError: the prompt cannot run; says why.
@@ -67,7 +83,7 @@ class RequestPreparer:
             token_ids = self._encode(text)
         else:
             self._check_token_ids(token_ids)
-        return self._request(request_id, rng_id, text, token_ids, params, chat=False)
+        return self._request(request_id, rng_id, text, token_ids, params, chat=False, default_limit=default_limit)
 
     def chat(
         self,
@@ -78,6 +94,7 @@ class RequestPreparer:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        default_limit: bool = False,
     ) -> GenerationRequest:
         """A request to answer a conversation.
 
@@ -97,7 +114,7 @@ class RequestPreparer:
             raise RequestError("template_error", str(error), param="messages") from error
         # The template writes all special tokens itself.
         token_ids = self._encode(text, add_special_tokens=False)
-        return self._request(request_id, rng_id, text, token_ids, params, chat=True)
+        return self._request(request_id, rng_id, text, token_ids, params, chat=True, default_limit=default_limit)
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
         for index, token in enumerate(token_ids):
@@ -128,13 +145,14 @@ class RequestPreparer:
         params: SamplingParams,
         *,
         chat: bool,
+        default_limit: bool,
     ) -> GenerationRequest:
         if not token_ids:
             raise RequestError("invalid_prompt", "the prompt is empty", param="prompt")
-        params = self._with_max_tokens(params, len(token_ids))
+        params = self._with_max_tokens(params, len(token_ids), default_limit)
         return GenerationRequest(request_id, rng_id, array.array("i", token_ids), params, prompt=text, chat=chat)
 
-    def _with_max_tokens(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+    def _with_max_tokens(self, params: SamplingParams, prompt_len: int, default_limit: bool) -> SamplingParams:
         limit = self._max_model_len
         room = limit - prompt_len
         if room < 1:
@@ -143,8 +161,9 @@ class RequestPreparer:
                 f"the prompt has {prompt_len} tokens and leaves no room for output: max_model_len is {limit}",
                 param="prompt",
             )
-        if params.max_tokens is None:
-            most = min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room)
+        wanted = max(DEFAULT_MAX_TOKENS, params.min_tokens) if params.max_tokens is None else params.max_tokens
+        if params.max_tokens is None or (default_limit and wanted > room):
+            most = min(wanted, room)
             try:
                 return dataclasses.replace(params, max_tokens=most)
             except SamplingParamsError as error:

@@ -372,9 +372,10 @@ class BatchJob:
                     identity,
                     chat_template_kwargs=row.chat_template_kwargs,
                     tools=row.tools,
+                    default_limit=not row.own_limit,
                 )
             else:
-                request = llm.prepare_prompt(row.prompt, row.params, name, identity)
+                request = llm.prepare_prompt(row.prompt, row.params, name, identity, default_limit=not row.own_limit)
         except RequestError as error:
             param = row.path_of(error.param)
             return _Prepared(BadRow(row.line, row.digest, row.custom_id, error.code, str(error), param), None)

@@ -74,6 +74,7 @@ class Row:
         prefix: of its keys' paths: "body." in an envelope.
         prompt_key: the key that its prompt stood under.
         limit_key: the key that ``max_tokens`` stood under.
+        own_limit: whether the line has one; a default gives way to what room the context leaves.
     """
 
     line: int
@@ -89,6 +90,7 @@ class Row:
     prefix: str = ""
     prompt_key: str = "prompt"
     limit_key: str = "max_tokens"
+    own_limit: bool = True
 
     def path_of(self, param: str | None) -> str | None:
         """The path, from the line's top, of the key that an error of its request is about.
@@ -265,6 +267,7 @@ def _row(
             prefix=prefix,
             prompt_key=form,
             limit_key=_limit_key(body),
+            own_limit=any(body.get(key) is not None for key in ("max_tokens", "max_completion_tokens")),
         )
         if kind == "chat":
             check_messages(body["messages"])

@@ -60,7 +60,7 @@ SAMPLING_HELP: Mapping[str, str] = {
     "presence_penalty": "-2 to 2.",
     "frequency_penalty": "-2 to 2.",
     "repetition_penalty": "1 changes nothing.",
-    "max_tokens": "Most output tokens; the default is 4096, or what room the context leaves.",
+    "max_tokens": "Most output tokens; the default is 4096. It gives way to what room the context leaves a row.",
     "min_tokens": "Output does not end before this many.",
     "ignore_eos": "Go on after EOS, up to max_tokens.",
     "logprobs": "0 to 20 alternatives reported with every token.",

@@ -113,6 +113,18 @@ def test_every_row_gets_exactly_one_record(files):
     assert text.splitlines()[-1] == f"output: {files.output}"
 
 
+def test_a_default_limit_gives_way_to_the_room_of_a_row_and_its_own_does_not(files):
+    files.put(
+        {"prompt": "x" * 10},
+        {"prompt": "x" * 10, "max_tokens": 60},
+        {"messages": USER, "max_tokens": None, "max_completion_tokens": 63},
+        {"messages": USER, "max_tokens": None},
+    )
+    files.run(sampling=SamplingParams(max_tokens=60, temperature=0))
+    errors = {record["line"]: record["error"] and record["error"]["param"] for record in files.records()}
+    assert errors == {1: None, 2: "max_tokens", 3: "max_completion_tokens", 4: None}
+
+
 def test_line_ends_marks_and_separators(files):
     files.put(
         b'\xef\xbb\xbf{"custom_id": "a", "prompt": "1"}\r\n',

@@ -136,6 +136,16 @@ def test_explicit_max_tokens_beyond_the_context_is_an_error_with_both_numbers():
     assert all(number in output.error for number in ("10", "55", "64"))
 
 
+def test_a_default_limit_gives_way_to_the_room_that_is_left():
+    """Nobody has asked for it, and a prompt that fits is answered."""
+    llm = LLM.from_engine(FakeEngine(), make_llm().model_config, None, default_sampling=SamplingParams(max_tokens=60))
+    outputs = llm.generate([[1] * 10, [1]], use_tqdm=False)
+    assert [output.error for output in outputs] == [None, None]
+    assert [params.max_tokens for _, _, params in llm.engine.submitted] == [54, 60]
+    (output,) = llm.generate([[1] * 10], llm.default_sampling_params, use_tqdm=False)
+    assert output.error_code == "context_length_exceeded", "given, it is what was asked for"
+
+
 def test_min_tokens_without_room_is_an_error_of_the_row():
     (output,) = make_llm().generate("x" * 10, SamplingParams(min_tokens=60), use_tqdm=False)
     assert output.error_code == "invalid_sampling" and output.error_param == "min_tokens"
