@@ -1,5 +1,6 @@
 """Fixtures of the package's tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,11 @@ def engine() -> Iterator[Engine]:
     yield engine
     if hasattr(engine, "_programs"):
         engine.close()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own reaction to SIGINT: a process that a shell has put into the background begins with none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

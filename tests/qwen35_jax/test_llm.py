@@ -306,7 +306,7 @@ def test_an_interrupted_call_leaves_the_engine_empty():
     assert texts(llm.generate(["ok"], SHORT, use_tqdm=False)) == ["ok"]
 
 
-def test_ctrl_c_within_a_step_acts_when_the_step_is_done():
+def test_ctrl_c_within_a_step_acts_when_the_step_is_done(ctrl_c):
     seen = []
 
     def interrupt(engine):
@@ -322,7 +322,7 @@ def test_ctrl_c_within_a_step_acts_when_the_step_is_done():
     assert texts(llm.generate(["ok"], SHORT, use_tqdm=False)) == ["ok"]
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step():
+def test_a_second_ctrl_c_does_not_wait_for_the_step(ctrl_c):
     def interrupt(engine):
         if engine.steps == 2:
             signal.raise_signal(signal.SIGINT)
