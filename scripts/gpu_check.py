@@ -41,7 +41,7 @@ if str(ROOT) not in sys.path:
 
 from pallas_kernels.provenance import current_commit  # noqa: E402
 from qwen35_jax.bench.records import own_command  # noqa: E402
-from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags  # noqa: E402
+from qwen35_jax.cli.common import CommandLine, names_in_order, run_command, run_with_flags  # noqa: E402
 from qwen35_jax.errors import UserInputError  # noqa: E402
 from qwen35_jax.presets import PRESETS  # noqa: E402
 from scripts.gpu_checks.report import Section, added_up  # noqa: E402
@@ -403,12 +403,7 @@ def command_line() -> CommandLine:
 
 def plan_of(line: CommandLine) -> Plan:
     """Raises: UserInputError: a section that does not exist, or a number out of range."""
-    names = [name.strip() for name in line.sections.split(",") if name.strip()]
-    for name in names:
-        if name not in SECTIONS:
-            raise UserInputError(f"--sections: {name!r} is none of {', '.join(SECTIONS)}")
-    if not names:
-        raise UserInputError("--sections names no section")
+    sections = names_in_order("sections", line.sections, SECTIONS)
     if line.preset not in PRESETS:
         raise UserInputError(f"--preset: {line.preset!r} is none of {', '.join(PRESETS)}")
     least = {
@@ -428,7 +423,7 @@ def plan_of(line: CommandLine) -> Plan:
         raise UserInputError(f"--num_layers must be at least 4 (one full-attention layer), got {line.num_layers}")
     rungs = sorted({1, *(rung for rung in (8,) if rung < line.max_num_seqs), line.max_num_seqs})
     return Plan(
-        sections=tuple(name for name in SECTIONS if name in names),
+        sections=sections,
         preset=line.preset,
         num_layers=line.num_layers,
         shapes={

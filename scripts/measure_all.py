@@ -22,6 +22,7 @@ Afterwards scripts/bench_report.py makes the tables and pictures.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -39,7 +40,7 @@ if str(ROOT) not in sys.path:
 
 from pallas_kernels import registry  # noqa: E402
 from pallas_kernels.spec import REAL_MODELS  # noqa: E402
-from qwen35_jax.cli.common import CommandLine, run_command, run_with_flags  # noqa: E402
+from qwen35_jax.cli.common import CommandLine, names_in_order, run_command, run_with_flags  # noqa: E402
 from qwen35_jax.errors import UserInputError  # noqa: E402
 from qwen35_jax.presets import PRESETS  # noqa: E402
 from scripts.gpu_check import environment, probe  # noqa: E402
@@ -160,10 +161,10 @@ def run_step(step: Step, root: Path = ROOT) -> str:
     Returns:
         "done", or what went wrong.
     """
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = os.environ | {"PYTHONUNBUFFERED": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, *step.arguments], cwd=root, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, *step.arguments], cwd=root, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
     )
     try:
         code = process.wait(timeout=step.limit_s)
@@ -181,10 +182,8 @@ def _end(process: subprocess.Popen) -> None:
             os.killpg(process.pid, sign)
         except ProcessLookupError:
             break
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=wait_s)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def run_steps(
@@ -232,21 +231,6 @@ def command_line() -> CommandLine:
     return line
 
 
-def chosen(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Names of a flag, in the order of ``known``.
-
-    Raises:
-        UserInputError: one is not known, or there is none.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise UserInputError(f"--{flag}: {name!r} is none of {', '.join(known)}")
-    if not names:
-        raise UserInputError(f"--{flag} names nothing")
-    return tuple(name for name in known if name in names)
-
-
 def main(argv: Sequence[str], run: Callable[[Step], str] = run_step) -> int:
     """Run the command; ``run`` stands in for the processes, for tests. Returns the exit code."""
     begun = time.monotonic()
@@ -257,8 +241,9 @@ def _run(line: CommandLine, run: Callable[[Step], str], begun: float) -> int:
     for name in ("time_limit", "time_scale"):
         if not getattr(line, name) > 0:
             raise UserInputError(f"--{name} must be positive, got {getattr(line, name)}")
-    parts, presets = chosen("parts", line.parts, PARTS), chosen("presets", line.presets, tuple(PRESETS))
-    for part in set(OF_REAL_MODELS) & set(parts):
+    parts = names_in_order("parts", line.parts, PARTS)
+    presets = names_in_order("presets", line.presets, tuple(PRESETS))
+    for part in (name for name in parts if name in OF_REAL_MODELS):
         if unknown := [name for name in presets if name not in REAL_MODELS]:
             raise UserInputError(f"--presets: {unknown[0]} has no part {part}, only {', '.join(REAL_MODELS)} have")
     steps = [

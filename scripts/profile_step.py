@@ -28,7 +28,7 @@ import numpy as np
 
 from qwen35_jax import runtime
 from qwen35_jax.bench import cells, floors, long_prompt, pictures, steps
-from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, kernel_list, launches_of
+from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, launches_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
 from qwen35_jax.bench.pictures import NOT_PROFILED, StepBar
 from qwen35_jax.bench.records import (
@@ -261,13 +261,7 @@ def measure(
 
 def profiled(engine: Engine, step: Measured, number: int, directory: pathlib.Path | None) -> Measured:
     """The step with a trace of so many of it; ``directory`` keeps the profiler's files and a list of kernels."""
-    files = files_of(directory, step.cell)
-    try:
-        trace = steps.trace_step(engine, step.load, dispatches=number, directory=files and str(files))
-    except RuntimeError as error:  # the times are there and stay
-        trace = DeviceTrace((), f"profiling failed: {error}")
-    if files is not None and trace.events:
-        files.with_name(f"{files.name}.tsv").write_text(kernel_list(trace, number), encoding="utf-8")
+    trace = steps.kept_trace(engine, step.load, number, files_of(directory, step.cell))
     return dataclasses.replace(step, trace=trace, traced=number)
 
 

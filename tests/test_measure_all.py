@@ -156,7 +156,7 @@ def test_figures_of_a_cpu_are_refused(monkeypatch, tmp_path, capsys):
     ("flag", "message"),
     [
         ("--parts=kernel", "--parts: 'kernel' is none of"),
-        ("--parts=,", "--parts names nothing"),
+        ("--parts=,", "--parts names no part"),
         ("--presets=5b", "--presets: '5b' is none of"),
         ("--presets=4b,tiny-4b", "--presets: tiny-4b has no part kernels, only 0.8b, 2b, 4b"),
         ("--time_limit=0", "--time_limit must be positive"),

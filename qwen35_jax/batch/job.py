@@ -363,6 +363,7 @@ class BatchJob:
         if isinstance(row, BadRow) or pack_key(row_key(row.custom_id, row.line)) in self._before.done:
             return _Prepared(row, None)
         name, identity = f"line-{row.line}", rng_id(row.custom_id, row.line)
+        default_limit = row.limit_key is None
         try:
             if row.kind == "chat":
                 request = llm.prepare_chat(
@@ -372,10 +373,10 @@ class BatchJob:
                     identity,
                     chat_template_kwargs=row.chat_template_kwargs,
                     tools=row.tools,
-                    default_limit=not row.own_limit,
+                    default_limit=default_limit,
                 )
             else:
-                request = llm.prepare_prompt(row.prompt, row.params, name, identity, default_limit=not row.own_limit)
+                request = llm.prepare_prompt(row.prompt, row.params, name, identity, default_limit=default_limit)
         except RequestError as error:
             param = row.path_of(error.param)
             return _Prepared(BadRow(row.line, row.digest, row.custom_id, error.code, str(error), param), None)

@@ -73,8 +73,8 @@ class Row:
         return_token_ids: put the generated ids into the answer.
         prefix: of its keys' paths: "body." in an envelope.
         prompt_key: the key that its prompt stood under.
-        limit_key: the key that ``max_tokens`` stood under.
-        own_limit: whether the line has one; a default gives way to what room the context leaves.
+        limit_key: the key that ``max_tokens`` stood under; None where the line has none, and the default gives way to
+            what room the context leaves.
     """
 
     line: int
@@ -89,8 +89,7 @@ class Row:
     return_token_ids: bool = False
     prefix: str = ""
     prompt_key: str = "prompt"
-    limit_key: str = "max_tokens"
-    own_limit: bool = True
+    limit_key: str | None = None
 
     def path_of(self, param: str | None) -> str | None:
         """The path, from the line's top, of the key that an error of its request is about.
@@ -100,7 +99,9 @@ class Row:
         """
         if param is None:
             return None
-        own = {"prompt": self.prompt_key, "prompt_token_ids": self.prompt_key, "max_tokens": self.limit_key}
+        own = {"prompt": self.prompt_key, "prompt_token_ids": self.prompt_key}
+        if self.limit_key is not None:
+            own["max_tokens"] = self.limit_key
         return self.prefix + own.get(param, param)
 
 
@@ -267,7 +268,6 @@ def _row(
             prefix=prefix,
             prompt_key=form,
             limit_key=_limit_key(body),
-            own_limit=any(body.get(key) is not None for key in ("max_tokens", "max_completion_tokens")),
         )
         if kind == "chat":
             check_messages(body["messages"])
@@ -284,7 +284,7 @@ def _row(
                 raise RequestError("invalid_value", f"{key} needs messages", param=key)
         return dataclasses.replace(row, prompt=_prompt(body, form))
     except SamplingParamsError as error:
-        field = _limit_key(body) if error.field == "max_tokens" else error.field
+        field = error.field if error.field != "max_tokens" else _limit_key(body) or error.field
         message = field + str(error).removeprefix(error.field)
         raise RequestError("invalid_value", message, param=prefix + field) from None
     except RequestError as error:
@@ -392,8 +392,8 @@ def _sampling_options(body: Mapping[str, Any], kind: str | None) -> dict[str, An
     return options
 
 
-def _limit_key(body: Mapping[str, Any]) -> str:
-    return "max_completion_tokens" if "max_completion_tokens" in body and "max_tokens" not in body else "max_tokens"
+def _limit_key(body: Mapping[str, Any]) -> str | None:
+    return next((key for key in ("max_tokens", "max_completion_tokens") if body.get(key) is not None), None)
 
 
 def _typed(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

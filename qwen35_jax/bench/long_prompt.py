@@ -25,7 +25,6 @@ import numpy as np
 from qwen35_jax.bench import cells, steps
 from qwen35_jax.bench.checks import BF16_MARGIN
 from qwen35_jax.bench.clocks import Clocks, reader
-from qwen35_jax.bench.device_trace import DeviceTrace, kernel_list
 from qwen35_jax.bench.floors import chunk_floors_s
 from qwen35_jax.bench.known import chunk_floors_ms
 from qwen35_jax.bench.records import Record, make_record
@@ -294,21 +293,15 @@ def profiled(
         record: of :func:`measure`.
         number: times that the last chunk runs under the profiler.
         variant: as for :func:`measure`.
-        files: directory in which the profiler's files stay, and beside it, with ``.tsv`` behind its name, the list of
-            the chunk's kernels; None keeps nothing.
+        files: see :func:`~qwen35_jax.bench.steps.kept_trace`.
     """
     chunks = record.settings["chunks"]
     load = steps.chunk_loads(engine, sum(length for _, length in chunks), chunks[0][1], variant)[-1]
     steps.fill_pools(engine, load)
-    try:
-        trace = steps.trace_step(engine, load, dispatches=number, directory=files and str(files))
-    except RuntimeError as error:  # the times are there and stay
-        trace = DeviceTrace((), f"profiling failed: {error}")
+    trace = steps.kept_trace(engine, load, number, files)
     if not trace.events:
         log.warning("%s: no parts of the last chunk: %s", record.cell, trace.note)
         return record
-    if files is not None:
-        files.with_name(f"{files.name}.tsv").write_text(kernel_list(trace, number), encoding="utf-8")
     busy_ms, step_ms = trace.busy_s * 1e3 / number, record.metrics["chunk_ms"][-1]
     last: dict[str, Any] = {
         "step_ms": step_ms,

@@ -107,7 +107,7 @@ def headline_row(known: Known, cell: str, metric: str | None = None) -> dict[str
     metric = metric or MAIN_METRIC[kind]
     record, good = known.record(cell, metric), known.valid(cell, metric)
     figure = good.metrics[metric] if good else None
-    peer_metric = "ready_s" if kind == "start" else metric
+    peer_metric = "ready_s" if metric == "cold_s" else metric  # theirs are not of kept programs
     row = {
         "cell": f"`{cell}`",
         "ours": invalid(record) if record is not None and good is None else number(figure),
@@ -333,8 +333,6 @@ def summary_section(known: Known, results: str) -> str:
             cell = form.format(size)
             if (record := known.record(cell, metric)) is not None:
                 row = headline_row(known, cell, metric)
-                if metric == "warm_s":  # the peers' figures are not of kept programs
-                    row["vllm"] = NO_FIGURE
                 shown = (row[name] for name in ("ours", "vllm", "floor", "share", "bound"))
                 rows.append([size.upper(), words, *shown, commit_of(record)])
                 devices.add(record.device)

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from jax import lax
 
 from qwen35_jax import sampling
 from qwen35_jax.bench.clocks import Clocks, reader
-from qwen35_jax.bench.device_trace import DeviceTrace, profile, scopes_of
+from qwen35_jax.bench.device_trace import DeviceTrace, kernel_list, profile, scopes_of
 from qwen35_jax.cache import PAGE_SIZE, Cache, pages_for
 from qwen35_jax.engine import Engine
 from qwen35_jax.errors import UserInputError
@@ -458,6 +459,28 @@ def trace_step(
         _chain(engine, load, lent, 1)
         trace = profile(steps, directory, scopes=scopes)
     return dataclasses.replace(trace.last_steps(dispatches, settle + dispatches), clocks=clocks.figures)
+
+
+def kept_trace(engine: Engine, load: StepLoad, number: int, files: pathlib.Path | None) -> DeviceTrace:
+    """:func:`trace_step` of something that has been timed, which a profiler that fails must not undo.
+
+    Args:
+        engine: idle; stays usable.
+        load: what to run.
+        number: steps in the trace.
+        files: directory in which the profiler's files stay, and beside it, with ``.tsv`` behind its name, the list of
+            kernels; None keeps nothing.
+
+    Returns:
+        The trace; where the profiler failed one without events, whose note says why.
+    """
+    try:
+        trace = trace_step(engine, load, dispatches=number, directory=files and str(files))
+    except RuntimeError as error:
+        return DeviceTrace((), f"profiling failed: {error}")
+    if files is not None and trace.events:
+        files.with_name(f"{files.name}.tsv").write_text(kernel_list(trace, number), encoding="utf-8")
+    return trace
 
 
 def check_step(engine: Engine, load: StepLoad) -> StepCheck:

@@ -190,6 +190,21 @@ class CommandLine:
         return "\n".join(parts)
 
 
+def names_in_order(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The names that a flag lists, commas between them, in the order of ``known``.
+
+    Raises:
+        UserInputError: one is not known, or there is none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UserInputError(f"--{flag}: {name!r} is none of {', '.join(known)}")
+    if not names:
+        raise UserInputError(f"--{flag} names no {flag.removesuffix('s')}")
+    return tuple(name for name in known if name in names)
+
+
 def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a command as a process: its exit code is that of ``main``, or 143 where SIGTERM ended it.
 

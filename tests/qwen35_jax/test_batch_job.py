@@ -117,7 +117,7 @@ def test_a_default_limit_gives_way_to_the_room_of_a_row_and_its_own_does_not(fil
     files.put(
         {"prompt": "x" * 10},
         {"prompt": "x" * 10, "max_tokens": 60},
-        {"messages": USER, "max_tokens": None, "max_completion_tokens": 63},
+        {"messages": USER, "max_completion_tokens": 63},
         {"messages": USER, "max_tokens": None},
     )
     files.run(sampling=SamplingParams(max_tokens=60, temperature=0))
