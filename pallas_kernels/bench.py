@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,20 @@ class Ceilings:
     measured_bytes_per_s: float
 
 
+class Peer(NamedTuple):
+    """Another library's function for the work of a spec.
+
+    Attributes:
+        name: of it.
+        microseconds: of a call, in this run.
+        gated: the same where the op also gates its output and the function does not: with the gate as another kernel.
+    """
+
+    name: str
+    microseconds: float
+    gated: float | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """One measured spec.
@@ -67,7 +81,7 @@ class Measurement:
         microseconds: median time of a call.
         spread: (slowest - fastest) / median over the samples.
         checks: distance from the float32 reference.
-        peer: name of another library's function for the same work, and its microseconds in this run.
+        peer: another library's function for the same work.
     """
 
     spec: Spec
@@ -75,7 +89,7 @@ class Measurement:
     microseconds: float
     spread: float
     checks: dict[str, Any]
-    peer: tuple[str, float] | None = None
+    peer: Peer | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -359,11 +373,19 @@ def record(
     return records.result(cell, metrics, settings, measurement.checks, command, commit)
 
 
-def with_peer(record: dict[str, Any], peer: tuple[str, float]) -> dict[str, Any]:
+def with_peer(record: dict[str, Any], peer: Peer) -> dict[str, Any]:
     """A record that also says what another library took; its date stays that of our own time."""
-    name, microseconds = peer
-    metrics, settings = record["metrics"] | {"peer_us": microseconds}, {"peer": name} | record["settings"]
+    metrics, settings = record["metrics"] | {"peer_us": peer.microseconds}, {"peer": peer.name} | record["settings"]
+    if peer.gated is not None:
+        metrics["peer_gated_us"] = peer.gated
     return record | {"metrics": metrics, "settings": settings}
+
+
+def _told(peer: Peer | None) -> str:
+    if peer is None:
+        return ""
+    gated = "" if peer.gated is None else f", {peer.gated:.1f} with the gate"
+    return f"{peer.name} {peer.microseconds:.1f} us{gated}"
 
 
 def _say(line: str) -> None:
@@ -387,7 +409,7 @@ def table(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:
                 f"{item.flops_per_s / 1e12:.2f}",
                 "-" if share is None else f"{share:.2f}",
                 f"{item.checks['max_relative_error']:.1e}" + (" WRONG" if item.checks["first_mismatch"] else ""),
-                "" if item.peer is None else f"{item.peer[0]} {item.peer[1]:.1f} us",
+                _told(item.peer),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -398,7 +420,7 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     program: str = "python -m pallas_kernels.bench",
-    peer: Callable[[Spec], tuple[str, float] | None] | None = None,
+    peer: Callable[[Spec], Peer | None] | None = None,
     check: Callable[[Sequence[Spec]], None] | None = None,
 ) -> int:
     """Command line; returns 1 if an output was wrong, a peer failed, or no spec could be measured.
@@ -406,8 +428,8 @@ def main(
     Args:
         argv: the flags; None takes the process's own.
         program: what was called, for the records.
-        peer: another library's function for a spec: its name and microseconds, or None where there is none. Peers come
-            after all of our own times, which neither their failures nor what they leave on the device can touch.
+        peer: another library's function for a spec, timed, or None where there is none. Peers come after all of our own
+            times, which neither their failures nor what they leave on the device can touch.
         check: called with the chosen specs before anything is compiled; raises what makes the run pointless.
     """
     ops = [op.name for op in registry.all_ops()]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -54,12 +55,12 @@ def check(specs: Sequence[Spec]) -> None:
                 raise MissingPeer(f"flash-linear-attention cannot be timed without {module} (package {package})")
 
 
-def measure(spec: Spec) -> tuple[str, float] | None:
-    """Name of the peer and microseconds of a call for the work of a spec, or None where there is none."""
+def measure(spec: Spec) -> bench.Peer | None:
+    """The peer for the work of a spec, timed, or None where there is none."""
     if isinstance(spec, GdnPrefillSpec):
-        return "flash-linear-attention", flash_linear_attention(spec)
+        return bench.Peer("flash-linear-attention", flash_linear_attention(spec))
     if isinstance(spec, PagedPrefillAttentionSpec) and is_dense(spec):
-        return "cuDNN, dense", dense_attention(spec)
+        return bench.Peer("cuDNN, dense", dense_attention(spec), dense_attention(spec, gated=True))
     return None
 
 
@@ -68,25 +69,34 @@ def is_dense(spec: PagedPrefillAttentionSpec) -> bool:
     return len(set(spec.lengths)) == 1 and not any(spec.prefixes or ()) and not spec.num_pads
 
 
-def dense_attention(spec: PagedPrefillAttentionSpec, implementation: str = "cudnn") -> float:
+def dense_attention(spec: PagedPrefillAttentionSpec, implementation: str = "cudnn", *, gated: bool = False) -> float:
     """Microseconds of ``jax.nn.dot_product_attention`` on the shapes of a spec.
 
     Each call's output is the next one's query, so that none can begin early.
+
+    Args:
+        spec: a dense one.
+        implementation: of ``jax.nn.dot_product_attention``.
+        gated: the output is multiplied by the logistic function of a gate, as the op's is, which XLA computes in one
+            kernel more.
     """
     model, batch, length = spec.model, len(spec.lengths), spec.lengths[0]
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads_of = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)
+    q, k, v, gate = (
         jax.random.normal(key, (batch, length, heads, model.head_dim)).astype(spec.dtype)
-        for key, heads in zip(keys, (model.num_heads, model.num_kv_heads, model.num_kv_heads), strict=True)
+        for key, heads in zip(keys, heads_of, strict=True)
     )
 
     @jax.jit
-    def several(q, k, v):
+    def several(q, k, v, gate):
         for _ in range(_CALLS):
             q = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+            if gated:
+                q = (q.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(q.dtype)
         return q
 
-    return _middle(lambda: jax.block_until_ready(several(q, k, v)), _CALLS)
+    return _middle(lambda: jax.block_until_ready(several(q, k, v, gate)), _CALLS)
 
 
 def flash_linear_attention(spec: GdnPrefillSpec) -> float:

@@ -25,15 +25,16 @@ def only(monkeypatch, op: str, *specs):
 
 def test_a_peer_stands_in_the_record(tmp_path, monkeypatch, capsys):
     output = tmp_path / "kernels.json"
-    monkeypatch.setattr(bench_peers, "dense_attention", lambda spec: 12.5)
+    monkeypatch.setattr(bench_peers, "dense_attention", lambda spec, gated=False: 20.5 if gated else 12.5)
     only(monkeypatch, "paged_prefill_attention", DENSE, RAGGED)
     flags = ["--tiny", "--op=paged_prefill_attention", *QUICK, f"--output={output}"]
     assert bench_peers.main(flags) == 0
     dense, ragged = json.loads(output.read_text())
     assert dense["metrics"]["peer_us"] == 12.5 and dense["settings"]["peer"] == "cuDNN, dense"
+    assert dense["metrics"]["peer_gated_us"] == 20.5
     assert dense["command"].startswith("python scripts/bench_peers.py --tiny ")
     assert "peer_us" not in ragged["metrics"], "none does ragged packs over pages"
-    assert "cuDNN, dense 12.5 us" in capsys.readouterr().out
+    assert "cuDNN, dense 12.5 us, 20.5 with the gate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("module", "package"), bench_peers.FLASH_LINEAR_ATTENTION.items())
@@ -60,8 +61,9 @@ def test_a_peer_that_does_not_import_is_told(monkeypatch):
         bench_peers.flash_linear_attention(tiny_specs_of("gdn_prefill")["tiny1-ragged"])
 
 
-def test_the_dense_peer_runs_on_a_specs_shapes():
-    assert bench_peers.dense_attention(DENSE, implementation="xla") > 0
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_dense_peer_runs_on_a_specs_shapes(gated):
+    assert bench_peers.dense_attention(DENSE, implementation="xla", gated=gated) > 0
 
 
 @pytest.mark.parametrize(

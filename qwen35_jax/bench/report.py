@@ -247,7 +247,8 @@ def kernel_section(known: Known, results: str) -> str:
         others = [p for name in known.peers.labels if (p := known.peer(cell, name))]
         peers = [f"{known.peers.labels[p.peer]} {_peer_kernel(p)}" for p in others]
         if good and "peer_us" in metrics:
-            peers.insert(0, f"{good.settings['peer']} {number(metrics['peer_us'])} us in the same run")
+            gated = f", {number(metrics['peer_gated_us'])} us with its gate" if "peer_gated_us" in metrics else ""
+            peers.insert(0, f"{good.settings['peer']} {number(metrics['peer_us'])} us{gated} in the same run")
         rows.append(
             [
                 f"`{cell.removeprefix('kernel/')}`",

@@ -100,7 +100,7 @@ def test_a_record_is_of_when_it_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "write_json", spy)
     monkeypatch.setattr(records.datetime, "datetime", Clock)
     flags = ["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK, f"--output={output}"]
-    assert bench.main(flags, peer=lambda spec: ("another", 1.0)) == 0
+    assert bench.main(flags, peer=lambda spec: bench.Peer("another", 1.0)) == 0
     first, second = "2026-01-02T01:00:00+00:00", "2026-01-02T02:00:00+00:00"
     assert seen == [[first], [first, second], [first, second], [first, second]], "of two times and two peers"
     assert {record["commit"] for record in json.loads(output.read_text())} == {"first"}
@@ -150,7 +150,7 @@ def test_a_peer_that_fails_costs_no_time_of_ours_and_no_other_peer(tmp_path, cap
             raise RuntimeError(f"no peer for {spec.name}")
         times = [record["metrics"]["us"] for record in json.loads(output.read_text())]
         assert len(times) == 2, "ours come first"
-        return "another", 12.5
+        return bench.Peer("another", 12.5)
 
     flags = ["--tiny", "--op=kv_write", "--spec=tiny1-*", *QUICK, f"--output={output}"]
     assert bench.main(flags, peer=peer) == 1
