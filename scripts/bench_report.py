@@ -9,6 +9,7 @@ the model, and replaces what stands between ``<!-- bench:begin NAME -->`` and ``
 
 import dataclasses
 import difflib
+import functools
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pallas_kernels import registry
 from pallas_kernels.spec import specs_of
 from qwen35_jax.bench import floors, pictures
-from qwen35_jax.bench.known import FLOOR_DEVICE, Known, chunk_floors_ms, load_known
+from qwen35_jax.bench.known import FLOOR_DEVICE, Known, chunk_floors_ms, load_known, part_floors_ms
 from qwen35_jax.bench.pictures import Panel
 from qwen35_jax.bench.records import Record, parse_cell
 from qwen35_jax.bench.report import SECTIONS
@@ -30,6 +31,8 @@ DOCUMENTS: Mapping[str, frozenset[str]] = {
 }
 """Documents under the root, and the sections that each must have."""
 PICTURES = "benchmarks/pictures"
+STEPS = "step-"
+"""How the names of pictures of steps by their parts begin; a size follows."""
 MOST_HISTORIES = 12
 
 _BLOCK = re.compile(r"(<!-- bench:begin (\S+) -->\n)(.*?)(<!-- bench:end -->)", re.DOTALL)
@@ -76,6 +79,8 @@ def plan_pictures(known: Known) -> dict[str, Callable[[pathlib.Path], None]]:
     planned: dict[str, Callable[[pathlib.Path], None]] = {}
     if panels := decode_panels(known):
         planned["decode"] = lambda path: pictures.draw_lines(path, panels, logarithmic=True)
+    for size, records in profiled_steps(known).items():
+        planned[f"{STEPS}{size}"] = functools.partial(draw_steps, size=size, records=records)
     if prefills := prefill_panels(known):
         planned["prefill"] = lambda path: pictures.draw_lines(path, prefills, logarithmic=True)
     if longs := long_panels(known):
@@ -92,6 +97,25 @@ def plan_pictures(known: Known) -> dict[str, Callable[[pathlib.Path], None]]:
     if histories := history_panels(known):
         planned["history"] = lambda path: pictures.draw_lines(path, histories)
     return planned
+
+
+def profiled_steps(known: Known) -> dict[str, list[Record]]:
+    """The newest profiled record of every decode step and prefill, by size."""
+    found: dict[str, list[Record]] = {}
+    for cell in (*known.cells("decode"), *known.cells("prefill")):
+        if record := known.profiled(cell):
+            found.setdefault(parse_cell(cell).subject, []).append(record)
+    return found
+
+
+def draw_steps(path: pathlib.Path, size: str, records: Sequence[Record]) -> None:
+    """Where the time of the steps of a size goes."""
+    bars = []
+    for record in records:
+        metrics, floor = record.metrics, part_floors_ms(record).get("step")
+        bars.append(pictures.step_bar(record.cell, metrics["step_ms"], metrics["parts"], metrics.get("idle_ms"), floor))
+    devices = ", ".join(dict.fromkeys(record.device for record in records))
+    pictures.draw_steps(path, f"{size.upper()} on {devices}", bars)
 
 
 def decode_panels(known: Known) -> list[Panel]:
@@ -252,12 +276,11 @@ def report(root: pathlib.Path, *, check: bool, draw: bool) -> list[str]:
     """
     known = load_known(root / "benchmarks/results", root / "benchmarks/peers.json")
     planned = plan_pictures(known)
-    drawn = {name: [name] for name in planned if name != "roofline"}
+    drawn = {name: [name] for name in planned if name in SECTIONS}
     if "roofline" in planned:
         drawn["kernels"] = [*drawn.get("kernels", ()), "roofline"]
         drawn["summary"] = ["roofline"]
-    # Where the time of steps goes: scripts/profile_step.py draws those.
-    drawn["decode"] = [*drawn.get("decode", ()), *sorted(path.stem for path in (root / PICTURES).glob("step-*.png"))]
+    drawn["decode"] = [*drawn.get("decode", ()), *(name for name in planned if name.startswith(STEPS))]
     old, new = {}, {}
     for name in DOCUMENTS:
         try:

@@ -8,7 +8,7 @@ the results files what it has as soon as it has it. One that takes longer than i
 no longer fits into --time_limit is left out; both are named at the end, and the exit code is then 1. The parts:
 
   start     a job of 1,024 requests from the start of the process, nothing cached; its programs serve the next two
-  steps     single decode and prefill steps, timed and profiled, and the picture of their parts
+  steps     single decode and prefill steps, timed and profiled
   load      a start with cached programs, clients in a closed loop, arrivals in an open one
   long      a prefill step of one prompt, and 131,072 tokens in chunks
   kernels   every operation on the preset's shapes, a process each
@@ -101,7 +101,7 @@ def steps_of(parts: Sequence[str], presets: Sequence[str], folder: str, now: dat
     Args:
         parts: of :data:`PARTS`.
         presets: names of models.
-        folder: where results, pictures and reports go, relative to the root of the checkout.
+        folder: where results and reports go, relative to the root of the checkout.
         now: names the files (its date) and the directory of compiled programs, which must be new.
     """
     day, steps = f"{now:%Y-%m-%d}", []
@@ -116,10 +116,8 @@ def steps_of(parts: Sequence[str], presets: Sequence[str], folder: str, now: dat
             arguments = (*bench, job[0], *model, *_ENGINE, *job[1:], *programs, *into)
             steps.append(Step(f"start {preset}", arguments, 240, (results,)))
         if "steps" in parts:
-            picture = f"{folder}/pictures/step-{preset}.png"
             rows = ("--decode_rows=1,8,16,64,128,256", "--prefill=1x1024,4x1024,8x1024,ragged")
-            arguments = (*profile, *_ENGINE, *rows, *programs, *into, f"--picture={picture}")
-            steps.append(Step(f"steps {preset}", arguments, 180, (results, picture)))
+            steps.append(Step(f"steps {preset}", (*profile, *_ENGINE, *rows, *programs, *into), 180, (results,)))
         if "load" in parts:
             # A warm start is only claimed when every program is loaded: without the part `start` there are none.
             warm = ("--start_cell=warm",) if "start" in parts else ()
@@ -146,7 +144,7 @@ def steps_of(parts: Sequence[str], presets: Sequence[str], folder: str, now: dat
             steps.append(Step(f"drift {preset}", arguments, 180, (drift,)))
     if "sanitize" in parts:
         output = f"{folder}/sanitizer/{day}-kernels.json"
-        arguments = ("-m", "pallas_kernels.sanitize", "--timeout=200", f"--output={output}")
+        arguments = ("-m", "pallas_kernels.sanitize", "--timeout=400", f"--output={output}")
         steps.append(Step("sanitize", arguments, 480, (output,)))
     if "check" in parts:
         report, limit = f"{folder}/gpu_check/{day}-whole.json", 540
@@ -224,7 +222,7 @@ def command_line() -> CommandLine:
     line.define("str", "parts", ",".join(DEFAULT_PARTS), "Parts to measure, with commas between them.")
     line.define("str", "presets", "4b", f"Models, with commas between them: {', '.join(PRESETS)}.")
     line.group("How")
-    line.define("str", "folder", "benchmarks", "Where results, pictures and reports go, relative to the checkout.")
+    line.define("str", "folder", "benchmarks", "Where results and reports go, relative to the checkout.")
     line.define("float", "time_limit", 3600.0, "Seconds for everything.")
     line.define("float", "time_scale", 1.0, "Stretches the limit of every command (a slower machine).")
     line.define("bool", "dry_run", False, "Print the commands and their limits, and run nothing.")
@@ -255,7 +253,7 @@ def _run(line: CommandLine, run: Callable[[Step], str], begun: float) -> int:
         return 0
     if probe(environment("gpu")).platform != "gpu":
         raise UserInputError("JAX finds no GPU here, and figures of a CPU are none (--dry_run says what would run)")
-    for kind in ("results", "pictures", "sanitizer", "gpu_check"):
+    for kind in ("results", "sanitizer", "gpu_check"):
         (ROOT / line.folder / kind).mkdir(parents=True, exist_ok=True)
     outcomes = run_steps(steps, begun + line.time_limit, run)
     print(f"\n{summary(outcomes)}")

@@ -28,9 +28,9 @@ import numpy as np
 
 from qwen35_jax import runtime
 from qwen35_jax.bench import cells, floors, long_prompt, pictures, steps
-from qwen35_jax.bench.device_trace import GROUP_OF, PARTS, DeviceTrace, Launches, launches_of
+from qwen35_jax.bench.device_trace import GROUP_OF, DeviceTrace, Launches, launches_of
 from qwen35_jax.bench.known import FLOOR_DEVICE
-from qwen35_jax.bench.pictures import NOT_PROFILED, StepBar
+from qwen35_jax.bench.pictures import StepBar, step_bar
 from qwen35_jax.bench.records import (
     Record,
     append_records,
@@ -383,14 +383,8 @@ def table(measured: Measured, top: int) -> str:
 
 def bar_of(measured: Measured) -> StepBar:
     """The step as a bar of a picture."""
-    shares = {}
-    for group, parts in PARTS.items():
-        ms = sum(measured.parts[part][0] for part in parts if part in measured.parts)
-        shares[group] = 100 * ms / measured.time.step_ms
-    idle_ms = measured.time.step_ms if measured.idle_ms is None else max(0.0, measured.idle_ms)
-    shares["idle" if measured.busy_ms else NOT_PROFILED] = 100 * idle_ms / measured.time.step_ms
-    name = f"{measured.cell.partition('/')[0]} {measured.cell.split('/')[-1]}\n{measured.time.step_ms:.2f} ms"
-    return StepBar(name, shares, None if measured.floor_ms is None else 100 * measured.floor_ms / measured.time.step_ms)
+    parts = {part: ms for part, (ms, *_) in measured.parts.items()}
+    return step_bar(measured.cell, measured.time.step_ms, parts, measured.idle_ms, measured.floor_ms)
 
 
 def flags() -> CommandLine:

@@ -88,6 +88,8 @@ def test_figures_stand_beside_vllm_and_the_floor(root):
     # A request takes 29.7 ms: 18.7 of them are prefill at 54,635 tokens/s, 10.0 are 128 steps of 20 ms for 256 rows.
     add(root, "decode/4b/rows256", {"step_ms": 20.0})
     assert row(make(root), "`offline/4b/1024x128`")[6] == "prefill 63%, decode 34%"
+    add(root, "decode/4b/rows256", {"step_ms": 10.0}, date="2026-01-03T03:04:05+00:00", commit="another")
+    assert row(make(root), "`offline/4b/1024x128`")[6] == "prefill 63%, decode 34%", "by steps of its own commit"
     front = (root / "README.md").read_text()
     assert "| 4B | decode step of 64 rows: ms | 8.00 | 6.22 | 4.02 | 50% | GEMMs 56%, GDN 25% |" in front
     assert front.startswith("# Front\n") and front.endswith("\nafter\n"), "text around the markers stays"
@@ -414,7 +416,8 @@ def test_check_sees_a_change_in_a_table_of_parts(root, capsys):
     argv = ["bench_report.py", f"--root={root}", "--nopictures"]
     assert bench_report.main(argv) == 0
     (root / "benchmarks/pictures").mkdir()
-    (root / "benchmarks/pictures/decode.png").touch()
+    for name in ("decode", "step-4b"):
+        (root / f"benchmarks/pictures/{name}.png").touch()
     assert bench_report.main([*argv, "--check"]) == 0
     path = root / "benchmarks/README.md"
     before = path.read_text()
@@ -502,18 +505,18 @@ def test_pictures(root):
     add(root, "offline/4b/1024x128", {"output_tok_s": 4310.0})
     add(root, "kernel/gdn_decode/4b-rows64", {"us": 55.5, "share_of_ceiling": 0.5})
     add(root, "kernel/kv_write/4b-rows64", {"us": 5.5, "share_of_ceiling": 0.25})
-    (root / "benchmarks/pictures").mkdir()
-    (root / "benchmarks/pictures/step-4b.png").write_bytes(b"of another script")
+    parts = {"in_proj": 2.0, "down": 2.5, "gdn_decode": 2.0, "sampling": 0.5}
+    add(root, "decode/4b/rows16", {"step_ms": 8.0, "idle_ms": 1.0, "parts": parts})
     text = make(root, draw=True)
-    for name in ("decode", "offline", "kernels"):
-        assert f"![{name}](pictures/{name}.png)" in section(text, name)
+    for name, where in (("decode", "decode"), ("step-4b", "decode"), ("offline", "offline"), ("kernels", "kernels")):
+        assert f"![{name}](pictures/{name}.png)" in section(text, where)
         data = (root / f"benchmarks/pictures/{name}.png").read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5000
-    assert "![step-4b](pictures/step-4b.png)" in section(text, "decode")
+    assert "step-9b" not in text, "none of its steps was profiled"
     assert not (root / "benchmarks/pictures/history.png").exists()
     panels = bench_report.decode_panels(load_known(root / "benchmarks/results", root / "benchmarks/peers.json"))
     assert [panel.title for panel in panels] == ["4B decode step", "9B decode step"]
-    assert panels[0].series["ours"] == [(1, 3.5), (8, 3.75), (64, 6.0)]
+    assert panels[0].series["ours"] == [(1, 3.5), (8, 3.75), (16, 8.0), (64, 6.0)]
     assert panels[0].series["ours@bf16state"] == [(64, 5.0)]
     assert len(panels[0].series["vLLM"]) == 7 and panels[1].series["vLLM"] == []
 

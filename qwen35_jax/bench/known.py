@@ -87,6 +87,13 @@ class Known:
         record = self.record(cell, metric)
         return None if record is None or record.faults() else record
 
+    def beside(self, record: Record, cell: str) -> Record | None:
+        """What to explain a record by: the newest valid record of another cell, of its own commit if there is one."""
+        records = self.series.get((cell, MAIN_METRIC[parse_cell(cell).kind]), ())
+        own = (record.commit, record.device)
+        same = (other for other in reversed(records) if (other.commit, other.device) == own and not other.faults())
+        return next(same, None) or self.valid(cell)
+
     def peer(self, cell: str, peer: str) -> PeerFigure | None:
         """A peer's figure, if it is of the device that ours is of."""
         record = self.record(cell)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen35_jax.bench.device_trace import PARTS
 from qwen35_jax.errors import UserInputError
 
 if TYPE_CHECKING:
@@ -71,6 +72,28 @@ class StepBar:
     label: str
     shares: Mapping[str, float]
     floor: float | None = None
+
+
+def step_bar(
+    cell: str, step_ms: float, parts: Mapping[str, float], idle_ms: float | None, floor_ms: float | None
+) -> StepBar:
+    """A step as a bar.
+
+    Args:
+        cell: its name.
+        step_ms: milliseconds of it.
+        parts: milliseconds by part of :data:`~qwen35_jax.bench.device_trace.PARTS`; empty where it was not profiled.
+        idle_ms: milliseconds in which no kernel ran; below zero counts as none.
+        floor_ms: of the step; None if unknown.
+    """
+    shares = {
+        group: 100 * sum(parts.get(part, 0.0) for part in names) / step_ms
+        for group, names in (PARTS.items() if parts else ())
+    }
+    idle = step_ms if idle_ms is None else max(0.0, idle_ms)
+    shares["idle" if parts else NOT_PROFILED] = 100 * idle / step_ms
+    label = f"{cell.partition('/')[0]} {cell.split('/')[-1]}\n{step_ms:.2f} ms"
+    return StepBar(label, shares, None if floor_ms is None else 100 * floor_ms / step_ms)
 
 
 def draw_lines(path: Path, panels: Sequence[Panel], *, logarithmic: bool = False, columns: int = 3) -> None:

@@ -50,14 +50,17 @@ def bound_by(record: Record | None) -> str:
 
 
 def job_parts(known: Known, cell: str) -> str:
-    """What a job's prefill and decode would take if its steps ran as they do alone, as shares of the time it took."""
+    """What a job's prefill and decode would take if its steps ran as they do alone, as shares of the time it took.
+
+    The steps are those of the job's commit, if there are any.
+    """
     parsed, record = parse_cell(cell), known.valid(cell)
     if record is None or parsed.lengths is None or record.settings.get("decode_overlap", "off") != "off":
         return NO_FIGURE
     variant = "".join(f"@{suffix}" for suffix in parsed.suffixes)
     rows = record.settings.get("max_num_seqs", DEFAULT_ROWS)
-    prefill = known.valid(f"prefill/{parsed.subject}/8192{variant}")
-    decode = known.valid(f"decode/{parsed.subject}/rows{rows}{variant}")
+    prefill = known.beside(record, f"prefill/{parsed.subject}/8192{variant}")
+    decode = known.beside(record, f"decode/{parsed.subject}/rows{rows}{variant}")
     if prefill is None or decode is None or len({item.device for item in (record, prefill, decode)}) > 1:
         return NO_FIGURE
     n_in, n_out = parsed.lengths

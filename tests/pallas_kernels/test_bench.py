@@ -135,11 +135,11 @@ def test_what_was_asked_for_otherwise_is_another_cell(tmp_path, flags, cell):
 
 
 def test_a_run_that_measures_nothing_fails(capsys):
-    """No Hopper kernel takes anything here: every spec is declined."""
-    flags = ["--tiny", "--op=kv_write", "--spec=tiny1-*", "--implementation=mosaic_sm90", *QUICK]
-    assert bench.main(flags) == 1
+    """Hopper's kernel takes no float32, there as anywhere: every spec is declined."""
+    asked = ["--op=paged_prefill_attention", "--spec=tiny1-*", "--dtype=float32", "--implementation=mosaic_sm90"]
+    assert bench.main(["--tiny", *asked, *QUICK]) == 1
     said = capsys.readouterr().err
-    assert "kv_write/tiny1-ragged: not measured" in said and "error: nothing was measured" in said
+    assert "paged_prefill_attention/tiny1-ragged: not measured" in said and "error: nothing was measured" in said
 
 
 def test_a_peer_that_fails_costs_no_time_of_ours_and_no_other_peer(tmp_path, capsys):
