@@ -30,31 +30,14 @@ from jax import lax
 
 import pallas_kernels
 from pallas_kernels import distance, records, registry
+from pallas_kernels.ceilings import Ceilings, measure_ceilings
 from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
-
-KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
-"""Bytes/s of a device copy and bf16 FLOP/s of a large product, by device kind, where they were measured apart."""
 
 _COLD_BYTES = 256 << 20  # several times the L2 cache of any device that these kernels run on
 _PROGRAM_S = 4e-3  # a timed program should take so long at the least: several times what its dispatch takes
 _SHORTEST_CALL_S = 5e-6  # an op is a launch or two
 _MOST_ROUNDS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """What the device can do.
-
-    Attributes:
-        bytes_per_s: the better of the copy measured in this run and the known figure.
-        flops_per_s: known figure, or None.
-        measured_bytes_per_s: the copy measured in this run.
-    """
-
-    bytes_per_s: float
-    flops_per_s: float | None
-    measured_bytes_per_s: float
 
 
 class Peer(NamedTuple):
@@ -106,20 +89,6 @@ class Measurement:
         if self.spec.bound == "bytes":
             return self.bytes_per_s / ceilings.bytes_per_s
         return self.flops_per_s / ceilings.flops_per_s if ceilings.flops_per_s else None
-
-
-def measure_ceilings(num_bytes: int) -> Ceilings:
-    """Time copies of an array of ``num_bytes`` (read once, written once) and look up what is known of the device."""
-    source = jnp.zeros((num_bytes // 4,), jnp.int32)
-    best = 0.0
-    for copy in (jax.jit(jnp.copy), jax.jit(lambda x: x + 1)):
-        jax.block_until_ready(copy(source))
-        for _ in range(5):
-            start = time.perf_counter()
-            jax.block_until_ready([copy(source) for _ in range(4)])
-            best = max(best, 4 * 2 * source.nbytes / (time.perf_counter() - start))
-    known_bytes, known_flops = KNOWN_CEILINGS.get(jax.devices()[0].device_kind, (0.0, None))
-    return Ceilings(max(best, known_bytes), known_flops, best)
 
 
 def _device_case(spec: Spec, seed: int) -> tuple[dict[str, jax.Array], dict[str, Any]]:

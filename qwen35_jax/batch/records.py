@@ -368,9 +368,11 @@ def _tools(tools: list[Any]) -> tuple[Mapping[str, Any], ...]:
 def _sampling_options(body: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     """Keys of SamplingParams; ``kind`` is None for plain lines, which may use either form of ``logprobs``."""
     options = {key: body[key] for key in _SAMPLING_KEYS if key in body}
-    if "max_completion_tokens" in body:
-        most = body["max_completion_tokens"]
-        if options.setdefault("max_tokens", most) != most:
+    most = body.get("max_completion_tokens")
+    if most is not None:
+        if options.get("max_tokens") is None:  # null says nothing, as elsewhere
+            options["max_tokens"] = most
+        if options["max_tokens"] != most:
             message = f"max_tokens is {options['max_tokens']} and max_completion_tokens is {most}"
             raise RequestError("invalid_value", message, param="max_completion_tokens")
     flag = options.get("logprobs")

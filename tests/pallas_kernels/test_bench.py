@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from pallas_kernels import bench, records
+from pallas_kernels.ceilings import Ceilings
 from pallas_kernels.spec import specs_of, tiny_specs_of
 
 QUICK = ["--calls=2", "--dispatches=1", "--samples=2", "--copy-bytes=1048576"]
@@ -277,7 +278,7 @@ def test_rounds_repeat_the_calls(op):
 
 
 def test_rounds_fill_a_program():
-    ceilings = bench.Ceilings(4.26e12, 780e12, 0.0)
+    ceilings = Ceilings(4.26e12, 780e12, 0.0)
     specs = {name: spec for op in ("gdn_decode", "paged_prefill_attention") for name, spec in specs_of(op).items()}
     assert bench.rounds_for(specs["4b-1x16384"], 8, ceilings) == 1  # milliseconds a call
     assert 1 < bench.rounds_for(specs["4b-rows256"], 8, ceilings) < bench.rounds_for(specs["4b-rows16"], 8, ceilings)

@@ -87,6 +87,9 @@ def test_keys_without_effect():
 def test_both_names_of_max_tokens():
     assert parse(chat(max_completion_tokens=5)).params.max_tokens == 5
     assert parse(chat(max_completion_tokens=5, max_tokens=5)).params.max_tokens == 5
+    assert parse(chat(max_completion_tokens=5, max_tokens=None)).params.max_tokens == 5
+    assert parse(chat(max_completion_tokens=None, max_tokens=5)).params.max_tokens == 5
+    assert parse(chat(max_completion_tokens=None)).params.max_tokens == parse(chat()).params.max_tokens
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import bench as kernel_bench
 from pallas_kernels import records as kernel_records
+from pallas_kernels.ceilings import Ceilings
 from pallas_kernels.provenance import COMMIT_VARIABLE
 from pallas_kernels.spec import tiny_specs_of
 from qwen35_jax.bench import records
@@ -238,7 +239,7 @@ def test_records_of_the_kernel_harness_have_the_same_schema(tmp_path):
     spec = next(iter(tiny_specs_of("kv_write").values()))
     checks = {"rows_compared": 3, "max_abs_delta": 0.0, "first_mismatch": None, "skipped": 0}
     measurement = kernel_bench.Measurement(spec, "reference", 10.0, 0.1, checks)
-    made = kernel_bench.record(measurement, kernel_bench.Ceilings(1e12, None, 1e12), {"calls": 8}, "a command", "abc")
+    made = kernel_bench.record(measurement, Ceilings(1e12, None, 1e12), {"calls": 8}, "a command", "abc")
     path = tmp_path / "kernels.json"
     path.write_text(json.dumps([made]))
     (got,) = read_records(path)
