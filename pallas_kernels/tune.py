@@ -4,8 +4,9 @@
 
 For each spec the settings of :class:`pallas_kernels.tuned.Tunable` are tried: compiled in parallel threads, compared
 with the float32 reference, timed as :mod:`pallas_kernels.bench` times, one after another. What does not compile or is
-wrong is out. The default stays unless another is faster by more than ``--margin``. Entries of other devices and shapes
-in the file are kept. An op joins with a ``tuning.py`` that lists its ``TUNABLES``.
+wrong is out. The default stays unless another is faster by more than ``--margin``. Specs that an entry cannot tell
+apart (their shapes are the same, their lengths are not) get one that is best for all that the run has measured. Entries
+of other devices and shapes in the file are kept. An op joins with a ``tuning.py`` that lists its ``TUNABLES``.
 """
 
 from __future__ import annotations
@@ -183,6 +184,31 @@ def tune(
     return best, list(tried.values())
 
 
+def best_of_all(default: Any, runs: Sequence[Sequence[Tried]], margin: float) -> Any:
+    """The settings that are best for several specs together, whose times count as multiples of their fastest.
+
+    Args:
+        default: the settings without any data, which every spec has tried.
+        runs: what every spec has tried, something right among it.
+        margin: share by which others must beat the default.
+
+    Raises:
+        RuntimeError: no settings are right for all.
+    """
+    times = []
+    for tried in runs:
+        right = {one.settings: one.microseconds for one in tried if not one.fault}
+        fastest = min(right.values())
+        times.append({settings: microseconds / fastest for settings, microseconds in right.items()})
+    common = [settings for settings in times[0] if all(settings in found for found in times)]
+    if not common:
+        raise RuntimeError("no settings that were tried for all specs of these shapes are right for all")
+    means = {settings: sum(found[settings] for found in times) / len(times) for settings in common}
+    best = min(common, key=lambda settings: means[settings])
+    stays = default in means and means[best] > (1 - margin) * means[default]
+    return default if stays else best
+
+
 def table(default: Any, best: Any, tried: Sequence[Tried], top: int) -> str:
     """The fastest, the default, and what is out."""
     right = sorted((one for one in tried if not one.fault), key=lambda one: one.microseconds)
@@ -252,6 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     ceilings = bench.measure_ceilings(1 << (20 if options.tiny else 28))
     device, commit, failed = jax.devices()[0].device_kind, current_commit(), False
+    same: dict[tuple[str, ...], list[tuple[str, list[Tried]]]] = {}  # specs of one entry
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         for tunable, spec in chosen:
             name = f"{spec.op}/{tunable.implementation}/{spec.name}"
@@ -271,14 +298,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             print(f"{name}:\n{table(tunable.default(work.arguments), best, tried, options.top)}", flush=True)
             exact, sizes = tunable.key(work.arguments)
-            entry = Entry(
-                tunable.implementation,
-                device,
-                dict(exact),
-                dict(sizes),
-                dataclasses.asdict(best),
-                {"spec": spec.name, "commit": commit},
-            )
+            entry = Entry(tunable.implementation, device, dict(exact), dict(sizes), {}, {})
+            specs = same.setdefault((spec.op, *_identity(entry)), [])
+            specs.append((spec.name, tried))
+            if len(specs) > 1:
+                try:
+                    best = best_of_all(tunable.default(work.arguments), [tried for _, tried in specs], options.margin)
+                except RuntimeError as error:
+                    print(f"{name}: {error}; the entry stays that of {specs[0][0]}", file=sys.stderr)
+                    specs.pop()
+                    failed = True
+                    continue
+                print(f"    for {' and '.join(spec for spec, _ in specs)}: {_words(best)}", flush=True)
+            measured = {"spec": ", ".join(spec for spec, _ in specs), "commit": commit}
+            entry = dataclasses.replace(entry, use=dataclasses.asdict(best), measured=measured)
             # At once: a run that is cut short keeps what it has found.
             path = (
                 pathlib.Path(options.directory, spec.op, "tuned.json") if options.directory else tuned.path_of(spec.op)

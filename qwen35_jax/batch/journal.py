@@ -153,10 +153,12 @@ def check_output(path: str, *, overwrite: bool, inputs: Iterable[str] = ()) -> N
         inputs: files that the job reads or writes elsewhere.
 
     Raises:
-        UserInputError: its directory is missing, it is no regular file, it is one of ``inputs`` (under this or
-            another name) or where the command's own messages go, it cannot be read and written, or it is there and
+        UserInputError: it is "-", its directory is missing, it is no regular file, it is one of ``inputs`` (under this
+            or another name) or where the command's own messages go, it cannot be read and written, or it is there and
             was not written by a job.
     """
+    if path == "-":
+        raise UserInputError("output -: answers go into a file, from which a job is resumed, not to standard output")
     parent = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(parent):
         raise UserInputError(f"output {path}: the directory {parent} does not exist")

@@ -82,6 +82,24 @@ def test_the_wrong_and_the_broken_are_out(threads):
         tune.tune(TUNABLE, FakeWork(lambda s: 1), threads, 0.01)
 
 
+def test_specs_that_an_entry_cannot_tell_apart_share_the_best_for_all():
+    def tried(**microseconds):
+        one = [Tried(Tiling(), microseconds["home"])]
+        return [*one, *(Tried(Tiling(keys=int(name[1:])), us) for name, us in microseconds.items() if name != "home")]
+
+    short, long = tried(home=10.0, k16=5.0, k32=6.0), tried(home=1000.0, k16=2000.0, k32=1100.0)
+    assert tune.best_of_all(Tiling(), [short], 0.01) == Tiling(keys=16)
+    assert tune.best_of_all(Tiling(), [short, long], 0.01) == Tiling(keys=32), "ratios count, not microseconds"
+    assert tune.best_of_all(Tiling(), [long, short], 0.01) == Tiling(keys=32), "in any order"
+    assert tune.best_of_all(Tiling(), [short, long], 0.5) == Tiling(), "within the margin"
+    spoiled = [dataclasses.replace(one, fault="wrong" if one.settings.keys == 32 else "") for one in long]
+    assert tune.best_of_all(Tiling(), [short, spoiled], 0.01) == Tiling(), "what is wrong for one is out for all"
+    nothing = [dataclasses.replace(one, fault="wrong" if one.settings != Tiling(keys=16) else "") for one in long]
+    assert tune.best_of_all(Tiling(), [short, nothing], 0.01) == Tiling(keys=16)
+    with pytest.raises(RuntimeError, match="are right for all"):
+        tune.best_of_all(Tiling(), [short[:1], nothing], 0.01)
+
+
 def test_entries_are_merged_by_what_they_are_found_by(tmp_path):
     one = Entry("triton", "NVIDIA H200", {"group": 4}, {"rows": 64}, {"keys": 32}, {"spec": "a", "commit": "1"})
     small, other = dataclasses.replace(one, sizes={"rows": 8}), dataclasses.replace(one, device="NVIDIA L4")
@@ -109,6 +127,36 @@ def test_a_run_on_a_small_workload(tmp_path, capsys, monkeypatch):
     assert entry.use.keys() == {field.name for field in dataclasses.fields(few[0].default(arguments_of(op)))}
     printed = capsys.readouterr().out
     assert "<- default" in printed and "out:" not in printed
+
+
+def test_a_run_makes_one_entry_of_specs_of_one_key(tmp_path, capsys, monkeypatch):
+    op = "paged_decode_attention"
+    spec = tiny_specs_of(op)["tiny1-rows5"]
+    specs = {name: dataclasses.replace(spec, name=name) for name in ("first", "second")}
+    monkeypatch.setattr(tune, "tiny_specs_of", lambda name: specs if name == op else {})
+    tried = {
+        "first": [Tried(Tiling(), 10.0), Tried(Tiling(keys=16), 5.0), Tried(Tiling(keys=32), 6.0)],
+        "second": [Tried(Tiling(), 100.0), Tried(Tiling(keys=16), 200.0), Tried(Tiling(keys=32), 90.0)],
+    }
+    monkeypatch.setattr(tune, "tunables_of", lambda name: (TUNABLE,) if name == op else ())
+    monkeypatch.setattr(tune, "Workload", lambda tunable, spec, **how: FakeWork(spec.name))
+
+    def measured(tunable, work, *_, **how):
+        mine = tried[work.time]  # the spec's name
+        return min(mine, key=lambda one: one.microseconds).settings, mine
+
+    monkeypatch.setattr(tune, "tune", measured)
+    argv = ["--tiny", f"--op={op}", "--spec=*", f"--directory={tmp_path}"]
+    assert tune.main(argv) == 0
+    (entry,) = tuned.read(tmp_path / op / "tuned.json")
+    assert entry.measured["spec"] == "first, second" and entry.use["keys"] == 32, (
+        "second alone would have chosen it too"
+    )
+    tried["second"][1] = Tried(Tiling(keys=16), 91.0)
+    assert tune.main(argv) == 0
+    (entry,) = tuned.read(tmp_path / op / "tuned.json")
+    assert entry.use["keys"] == 16, "first has more to lose"
+    assert "for first and second: keys=16" in capsys.readouterr().out
 
 
 def arguments_of(op):

@@ -218,6 +218,8 @@ def test_files_of_others_are_not_touched(tmp_path, out):
     with pytest.raises(UserInputError, match="was not written by this command"):
         check_output(out, overwrite=False)
     check_output(out, overwrite=True)
+    with pytest.raises(UserInputError, match="output -: answers go into a file"):
+        check_output("-", overwrite=True)
     with pytest.raises(UserInputError, match="not a regular file"):
         check_output(str(tmp_path), overwrite=True)
     with pytest.raises(UserInputError, match="new/ is the name of a directory"):
