@@ -37,8 +37,13 @@ def prepare(gpu_memory_utilization: float, compilation_cache_dir: str | None) ->
     warning.
 
     Raises:
-        UserInputError: the directory is none and cannot be made.
+        UserInputError: the directory is none and cannot be made, or JAX makes numbers of 64 bits.
     """
+    if jax.config.jax_enable_x64:
+        raise UserInputError(
+            "JAX makes numbers of 64 bits in this process (JAX_ENABLE_X64, jax_enable_x64), and the engine's programs "
+            "are for 32 bits: leave that off"
+        )
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
     # A kernel's text holds the locations of its operations, and JAX's cache goes by the text. Python's stack of a trace
     # depends on which program came first to a function that several share.

@@ -49,6 +49,11 @@ def test_a_file_is_no_directory_of_programs(settings, tmp_path):
         runtime.prepare(0.9, str(tmp_path / "file"))
 
 
+def test_numbers_of_64_bits_are_refused():
+    with jax.enable_x64(True), pytest.raises(UserInputError, match="JAX_ENABLE_X64"):
+        runtime.prepare(0.9, None)
+
+
 def test_threads_leave_the_cache_as_it_was(settings, tmp_path):
     """Two that compile at once: neither takes what the other has set meanwhile for the setting."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
