@@ -1,18 +1,14 @@
 import dataclasses
 import inspect
-import io
 import json
-import signal
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 
 from qwen35_jax import LLM, GenerationError, SamplingParams, UserInputError
 from qwen35_jax.llm import default_sampling_params, engine_config
-from qwen35_jax.progress import Progress
 from tests.qwen35_jax.fakes import EOS, FakeEngine, make_llm
 
 pytestmark = pytest.mark.timeout(60)
@@ -294,128 +290,6 @@ def test_an_engine_that_breaks_names_the_requests_in_flight():
     assert "first, second" in caught.value.__notes__[0]
 
 
-def test_an_interrupted_call_leaves_the_engine_empty():
-    def interrupt(engine):
-        if engine.steps == 2:
-            raise KeyboardInterrupt
-
-    llm = make_llm(on_step=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["abc", "def"], SHORT, use_tqdm=False)
-    assert not llm.engine.has_work
-    assert texts(llm.generate(["ok"], SHORT, use_tqdm=False)) == ["ok"]
-
-
-def test_ctrl_c_within_a_step_acts_when_the_step_is_done(ctrl_c):
-    seen = []
-
-    def interrupt(engine):
-        if engine.steps == 2:
-            signal.raise_signal(signal.SIGINT)
-            seen.append("the step went on")
-
-    llm = make_llm(on_step=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["abc", "def"], SHORT, use_tqdm=False)
-    assert seen == ["the step went on"] and not llm.engine.has_work
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert texts(llm.generate(["ok"], SHORT, use_tqdm=False)) == ["ok"]
-
-
-def test_a_second_ctrl_c_does_not_wait_for_the_step(ctrl_c):
-    def interrupt(engine):
-        if engine.steps == 2:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            pytest.fail("the second one was held back too")
-
-    with pytest.raises(KeyboardInterrupt):
-        make_llm(on_step=interrupt).generate(["abc"], SHORT, use_tqdm=False)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_handler_of_the_caller_s_own_is_called_between_steps(number):
-    caught, in_step = [], []
-
-    def raise_it(engine):
-        if engine.steps == 2:
-            signal.raise_signal(number)
-            in_step.extend(caught)
-
-    before = signal.signal(number, lambda number, frame: caught.append(number))
-    own = signal.getsignal(number)
-    try:
-        assert texts(make_llm(on_step=raise_it).generate(["abc"], SHORT, use_tqdm=False)) == ["abc"]
-        assert signal.getsignal(number) is own
-    finally:
-        signal.signal(number, before)
-    assert caught == [number] and not in_step
-
-
-def test_a_handler_that_installs_another_one_in_the_middle_of_a_step_keeps_it():
-    def first(number, frame):
-        caught.append("first")
-        signal.signal(signal.SIGTERM, second)
-
-    def second(number, frame):
-        caught.append("second")
-
-    def raise_them(engine):
-        if engine.steps == 2:
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-
-    caught = []
-    before = signal.signal(signal.SIGTERM, first)
-    try:
-        make_llm(on_step=raise_them).generate(["abc"], SHORT, use_tqdm=False)
-        assert signal.getsignal(signal.SIGTERM) is second and caught == ["first", "first"]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-# Abort.
-
-
-def test_abort_ends_one_request_and_not_the_others():
-    def abort(engine):
-        if engine.steps == 3:
-            thread = threading.Thread(target=llm.abort, args=(["b"],))
-            thread.start()
-            thread.join()
-
-    llm = make_llm(on_step=abort)
-    outputs = llm.generate(["abcdef", "ghijkl"], SHORT, use_tqdm=False, request_ids=["a", "b"])
-    assert texts(outputs) == ["abcdef", "ghi"]
-    assert [output.finish_reason for output in outputs] == ["stop", "abort"]
-    assert outputs[1].error is None and llm.engine.aborted == ["b"]
-
-
-def test_abort_of_a_request_that_waits_outside_the_engine():
-    llm = make_llm(on_step=lambda engine: llm.abort("r49"))
-    prompts = [f"{index}" for index in range(50)]
-    outputs = llm.generate(prompts, SHORT, use_tqdm=False, request_ids=[f"r{index}" for index in range(50)])
-    assert outputs[49].finish_reason == "abort" and texts(outputs)[:49] == prompts[:49]
-    assert "r49" not in [name for name, _, _ in llm.engine.submitted]
-
-
-def test_an_abort_that_comes_too_late_does_not_hit_the_name_when_it_comes_again():
-    llm = make_llm()
-    for _ in range(2):
-        (output,) = llm.generate("ab", SHORT, use_tqdm=False, request_ids=["row"])
-        assert (output.finish_reason, output.outputs[0].text) == ("stop", "ab")
-        llm.abort("row")
-
-
-def test_abort_of_unknown_ids_is_forgotten():
-    llm = make_llm(on_step=lambda engine: llm.abort(["x"]))
-    llm.generate("a", SHORT, use_tqdm=False, request_ids=["y"])
-    llm.engine.on_step = None
-    (output,) = llm.generate("a", SHORT, use_tqdm=False, request_ids=["x"])
-    assert output.finish_reason == "stop"
-
-
 def test_request_ids_are_counted_and_differ():
     with pytest.raises(ValueError, match="1 entries for 2"):
         make_llm().generate(["a", "b"], SHORT, request_ids=["x"])
@@ -565,59 +439,6 @@ def test_public_names():
     assert all(getattr(qwen35_jax, name) is not None and name in dir(qwen35_jax) for name in qwen35_jax.__all__)
     with pytest.raises(AttributeError, match="Nothing"):
         getattr(qwen35_jax, "Nothing")  # noqa: B009
-
-
-# Progress.
-
-
-def test_plain_lines_where_there_is_no_terminal():
-    stream, now = io.StringIO(), [0.0]
-    progress = Progress(stream, interval=5, clock=lambda: now[0])
-    for done in range(1, 5):
-        now[0] += 2
-        progress("compiling", done, 4, f"bucket {done}")
-    assert stream.getvalue().splitlines() == [
-        "compiling: 1 of 4, 2 s, bucket 1",
-        "compiling: 4 of 4, 8 s, bucket 4",
-    ]
-
-
-def test_a_stage_that_announces_itself_is_timed_from_there():
-    stream, now = io.StringIO(), [0.0]
-    progress = Progress(stream, interval=0, clock=lambda: now[0])
-    now[0] = 3.0
-    progress("loading", 0, 1)
-    now[0] = 5.0
-    progress("loading", 1, 1)
-    assert stream.getvalue().splitlines() == ["loading: 0 of 1, 0 s", "loading: 1 of 1, 2 s"]
-
-
-def test_rows_are_reported_with_their_rate_and_failures():
-    stream, now = io.StringIO(), [0.0]
-    bar = Progress(stream, interval=0, clock=lambda: now[0]).rows(3, done=1)
-    now[0] = 2.0
-    bar.add(rows=1, tokens=40)
-    bar.add(rows=1, failed=1)
-    assert stream.getvalue().splitlines() == [
-        "answering: 2 of 3, 2 s, 20.0 tokens/s",
-        "answering: 3 of 3, 2 s, 20.0 tokens/s, 1 failed",
-    ]
-
-
-def test_a_bar_on_a_terminal():
-    stream = io.StringIO()
-    progress = Progress(stream, terminal=True)
-    progress("loading", 1, 2, "layer 0")
-    progress.message("note")
-    progress("loading", 2, 2)
-    assert "loading" in stream.getvalue() and "note" in stream.getvalue() and "2/2" in stream.getvalue()
-
-
-def test_generate_reports_on_stderr(capsys):
-    make_llm().generate(["a", "b"], SHORT)
-    assert "answering: 2 of 2" in capsys.readouterr().err
-    make_llm().generate(["a", "b"], SHORT, use_tqdm=False)
-    assert capsys.readouterr().err == ""
 
 
 def test_outputs_are_plain_data():
