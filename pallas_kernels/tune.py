@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 try:
                     best = best_of_all(tunable.default(work.arguments), [tried for _, tried in specs], options.margin)
                 except RuntimeError as error:
-                    print(f"{name}: {error}; the entry stays that of {specs[0][0]}", file=sys.stderr)
+                    print(f"{name}: {error}; the entry stays as it is", file=sys.stderr)
                     specs.pop()
                     failed = True
                     continue

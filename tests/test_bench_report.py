@@ -521,6 +521,28 @@ def test_pictures(root):
     assert len(panels[0].series["vLLM"]) == 7 and panels[1].series["vLLM"] == []
 
 
+def test_a_step_is_a_bar_of_its_groups():
+    parts = {"in_proj": 2.0, "down": 2.0, "gdn_decode": 1.0}
+    bar = pictures.step_bar("decode/4b/rows8", 8.0, parts, 1.0, 4.0)
+    assert {group: share for group, share in bar.shares.items() if share} == {"GEMMs": 50, "GDN": 12.5, "idle": 12.5}
+    assert bar.floor == 50 and bar.label == "decode rows8\n8.00 ms"
+    above = pictures.step_bar("decode/4b/rows8", 8.0, parts, -1.0, None)
+    assert above.shares["idle"] == 0 and above.floor is None
+    assert "idle" not in pictures.step_bar("decode/4b/rows8", 8.0, parts, None, None).shares
+    assert pictures.step_bar("decode/4b/rows8", 8.0, {}, None, None).shares == {pictures.NOT_PROFILED: 100}
+
+
+def test_profiled_steps_are_decode_steps_and_prefills(root):
+    profiled = {"step_ms": 8.0, "idle_ms": 1.0, "parts": {"down": 2.5}}
+    add(root, "decode/4b/rows16", profiled)
+    add(root, "decode/4b/rows64", {"step_ms": 8.0})
+    add(root, "prefill/4b/8192", {"tok_s": 1e5, **profiled})
+    found = bench_report.profiled_steps(load_known(root / "benchmarks/results", root / "benchmarks/peers.json"))
+    assert {size: [record.cell for record in records] for size, records in found.items()} == {
+        "4b": ["decode/4b/rows16", "prefill/4b/8192"]
+    }
+
+
 def test_without_matplotlib_the_extra_is_named(root, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     argv = ["bench_report.py", f"--root={root}"]

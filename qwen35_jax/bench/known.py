@@ -88,10 +88,14 @@ class Known:
         return None if record is None or record.faults() else record
 
     def beside(self, record: Record, cell: str) -> Record | None:
-        """What to explain a record by: the newest valid record of another cell, of its own commit if there is one."""
+        """What to explain a record by: another cell's newest valid record of the same commit, or that cell's newest."""
         records = self.series.get((cell, MAIN_METRIC[parse_cell(cell).kind]), ())
-        own = (record.commit, record.device)
-        same = (other for other in reversed(records) if (other.commit, other.device) == own and not other.faults())
+        own = (record.commit, record.device, record.device_count)
+        same = (
+            other
+            for other in reversed(records)
+            if (other.commit, other.device, other.device_count) == own and not other.faults()
+        )
         return next(same, None) or self.valid(cell)
 
     def peer(self, cell: str, peer: str) -> PeerFigure | None:

@@ -83,15 +83,17 @@ def step_bar(
         cell: its name.
         step_ms: milliseconds of it.
         parts: milliseconds by part of :data:`~qwen35_jax.bench.device_trace.PARTS`; empty where it was not profiled.
-        idle_ms: milliseconds in which no kernel ran; below zero counts as none.
+        idle_ms: milliseconds in which no kernel ran; below zero counts as none, None is left out.
         floor_ms: of the step; None if unknown.
     """
     shares = {
         group: 100 * sum(parts.get(part, 0.0) for part in names) / step_ms
         for group, names in (PARTS.items() if parts else ())
     }
-    idle = step_ms if idle_ms is None else max(0.0, idle_ms)
-    shares["idle" if parts else NOT_PROFILED] = 100 * idle / step_ms
+    if not parts:
+        shares[NOT_PROFILED] = 100.0
+    elif idle_ms is not None:
+        shares["idle"] = 100 * max(0.0, idle_ms) / step_ms
     label = f"{cell.partition('/')[0]} {cell.split('/')[-1]}\n{step_ms:.2f} ms"
     return StepBar(label, shares, None if floor_ms is None else 100 * floor_ms / step_ms)
 
