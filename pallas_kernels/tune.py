@@ -160,32 +160,8 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
-def tune(
-    tunable: Tunable, work: Workload, threads: concurrent.futures.Executor, margin: float, **how: int
-) -> tuple[Any, list[Tried]]:
-    """The best settings of a workload, and all that were tried.
-
-    Raises:
-        RuntimeError: nothing that was tried is right.
-    """
-    default = tunable.default(work.arguments)
-    best, tried = default, {}
-    for step in tunable.steps:
-        wanted = [s for s in combinations(best, dict(step)) if s not in tried and tunable.possible(s, work.arguments)]
-        wanted = ([default] if default not in (*tried, *wanted) else []) + wanted
-        tried |= {one.settings: one for one in try_all(work, wanted, threads, **how)}
-        right = [one for one in tried.values() if not one.fault]
-        if not right:
-            raise RuntimeError(f"no settings are right: {'; '.join(one.fault for one in tried.values())[:1000]}")
-        fastest = min(right, key=lambda one: one.microseconds)
-        at_home = tried[default]
-        stays = not at_home.fault and fastest.microseconds > (1 - margin) * at_home.microseconds
-        best = default if stays else fastest.settings
-    return best, list(tried.values())
-
-
 def best_of_all(default: Any, runs: Sequence[Sequence[Tried]], margin: float) -> Any:
-    """The settings that are best for several specs together, whose times count as multiples of their fastest.
+    """The settings that are best for a spec, or for several together, whose times count as multiples of their fastest.
 
     Args:
         default: the settings without any data, which every spec has tried.
@@ -207,6 +183,26 @@ def best_of_all(default: Any, runs: Sequence[Sequence[Tried]], margin: float) ->
     best = min(common, key=lambda settings: means[settings])
     stays = default in means and means[best] > (1 - margin) * means[default]
     return default if stays else best
+
+
+def tune(
+    tunable: Tunable, work: Workload, threads: concurrent.futures.Executor, margin: float, **how: int
+) -> tuple[Any, list[Tried]]:
+    """The best settings of a workload, and all that were tried.
+
+    Raises:
+        RuntimeError: nothing that was tried is right.
+    """
+    default = tunable.default(work.arguments)
+    best, tried = default, {}
+    for step in tunable.steps:
+        wanted = [s for s in combinations(best, dict(step)) if s not in tried and tunable.possible(s, work.arguments)]
+        wanted = ([default] if default not in (*tried, *wanted) else []) + wanted
+        tried |= {one.settings: one for one in try_all(work, wanted, threads, **how)}
+        if all(one.fault for one in tried.values()):
+            raise RuntimeError(f"no settings are right: {'; '.join(one.fault for one in tried.values())[:1000]}")
+        best = best_of_all(default, [list(tried.values())], margin)
+    return best, list(tried.values())
 
 
 def table(default: Any, best: Any, tried: Sequence[Tried], top: int) -> str:
@@ -301,14 +297,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             entry = Entry(tunable.implementation, device, dict(exact), dict(sizes), {}, {})
             specs = same.setdefault((spec.op, *_identity(entry)), [])
             specs.append((spec.name, tried))
+            try:
+                best = best_of_all(tunable.default(work.arguments), [tried for _, tried in specs], options.margin)
+            except RuntimeError as error:
+                print(f"{name}: {error}; the entry stays as it is", file=sys.stderr)
+                specs.pop()
+                failed = True
+                continue
             if len(specs) > 1:
-                try:
-                    best = best_of_all(tunable.default(work.arguments), [tried for _, tried in specs], options.margin)
-                except RuntimeError as error:
-                    print(f"{name}: {error}; the entry stays as it is", file=sys.stderr)
-                    specs.pop()
-                    failed = True
-                    continue
                 print(f"    for {' and '.join(spec for spec, _ in specs)}: {_words(best)}", flush=True)
             measured = {"spec": ", ".join(spec for spec, _ in specs), "commit": commit}
             entry = dataclasses.replace(entry, use=dataclasses.asdict(best), measured=measured)

@@ -372,7 +372,7 @@ def _sampling_options(body: Mapping[str, Any], kind: str | None) -> dict[str, An
     if most is not None:
         if options.get("max_tokens") is None:  # null says nothing, as elsewhere
             options["max_tokens"] = most
-        if options["max_tokens"] != most:
+        elif options["max_tokens"] != most:
             message = f"max_tokens is {options['max_tokens']} and max_completion_tokens is {most}"
             raise RequestError("invalid_value", message, param="max_completion_tokens")
     flag = options.get("logprobs")

@@ -40,6 +40,16 @@ product of unknown scope), "glue" (scoped, but no part by itself: residual addit
 
 GROUP_OF: Mapping[str, str] = {part: group for group, parts in PARTS.items() for part in parts}
 
+
+def group_sums(parts: Mapping[str, float]) -> dict[str, float]:
+    """Parts of a step summed by their groups; a part that no group has stands for itself."""
+    sums: dict[str, float] = {}
+    for part, value in parts.items():
+        group = GROUP_OF.get(part, part)
+        sums[group] = sums.get(group, 0.0) + value
+    return sums
+
+
 _MADE_UP = {"gemm", "glue", "other", *PARTS["copies"]}
 _SCOPES = frozenset(GROUP_OF) - _MADE_UP
 # Longer names first: paged_decode_attention_combine is not a "combine" of something else.

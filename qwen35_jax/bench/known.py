@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,9 @@ class Known:
 
     def beside(self, record: Record, cell: str) -> Record | None:
         """What to explain a record by: another cell's newest valid record of the same commit, or that cell's newest."""
-        records = self.series.get((cell, MAIN_METRIC[parse_cell(cell).kind]), ())
         own = (record.commit, record.device, record.device_count)
-        same = (
-            other
-            for other in reversed(records)
-            if (other.commit, other.device, other.device_count) == own and not other.faults()
-        )
-        return next(same, None) or self.valid(cell)
+        same = self._newest(cell, lambda other: (other.commit, other.device, other.device_count) == own)
+        return same or self.valid(cell)
 
     def peer(self, cell: str, peer: str) -> PeerFigure | None:
         """A peer's figure, if it is of the device that ours is of."""
@@ -127,9 +122,12 @@ class Known:
 
     def profiled(self, cell: str) -> Record | None:
         """The newest record of a step whose figures count and that says the times of its parts."""
+        return self._newest(cell, lambda record: bool(record.metrics.get("parts")))
+
+    def _newest(self, cell: str, wanted: Callable[[Record], bool]) -> Record | None:
+        """The newest record of a cell whose figures count and that is wanted."""
         records = self.series.get((cell, MAIN_METRIC[parse_cell(cell).kind]), ())
-        good = (record for record in reversed(records) if not record.faults() and record.metrics.get("parts"))
-        return next(good, None)
+        return next((record for record in reversed(records) if not record.faults() and wanted(record)), None)
 
 
 def part_floors_ms(record: Record) -> dict[str, float]:

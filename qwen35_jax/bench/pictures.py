@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen35_jax.bench.device_trace import PARTS
+from qwen35_jax.bench.device_trace import group_sums
 from qwen35_jax.errors import UserInputError
 
 if TYPE_CHECKING:
@@ -86,14 +86,10 @@ def step_bar(
         idle_ms: milliseconds in which no kernel ran; below zero counts as none, None is left out.
         floor_ms: of the step; None if unknown.
     """
-    shares = {
-        group: 100 * sum(parts.get(part, 0.0) for part in names) / step_ms
-        for group, names in (PARTS.items() if parts else ())
-    }
-    if not parts:
-        shares[NOT_PROFILED] = 100.0
-    elif idle_ms is not None:
-        shares["idle"] = 100 * max(0.0, idle_ms) / step_ms
+    groups = group_sums(parts) if parts else {NOT_PROFILED: step_ms}
+    if parts and idle_ms is not None:
+        groups["idle"] = max(0.0, idle_ms)
+    shares = {group: 100 * ms / step_ms for group, ms in groups.items()}
     label = f"{cell.partition('/')[0]} {cell.split('/')[-1]}\n{step_ms:.2f} ms"
     return StepBar(label, shares, None if floor_ms is None else 100 * floor_ms / step_ms)
 

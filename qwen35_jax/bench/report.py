@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qwen35_jax.bench.device_trace import GROUP_OF
+from qwen35_jax.bench.device_trace import group_sums
 from qwen35_jax.bench.known import (
     DEFAULT_ROWS,
     MAIN_METRIC,
@@ -41,10 +41,7 @@ def bound_by(record: Record | None) -> str:
     parts, step = metrics.get("parts"), metrics.get("step_ms")
     if not isinstance(parts, Mapping) or not step:
         return NO_FIGURE
-    groups = {"idle": metrics.get("idle_ms") or 0.0}
-    for part, ms in parts.items():
-        group = GROUP_OF.get(part, part)
-        groups[group] = groups.get(group, 0.0) + ms
+    groups = {"idle": metrics.get("idle_ms") or 0.0} | group_sums(parts)
     largest = sorted((name for name in groups if groups[name] > 0), key=lambda name: -groups[name])[:2]
     return ", ".join(f"{name} {groups[name] / step:.0%}" for name in largest) or NO_FIGURE
 

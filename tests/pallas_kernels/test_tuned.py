@@ -152,7 +152,7 @@ def test_files_that_ship_are_sound(op):
             arguments = abstract(specs_of(op)[spec])
             exact, sizes = tunable.key(arguments)
             assert (exact, sizes) == (one.exact, one.sizes), f"entry {number} is not of the spec that it names"
-        dataclasses.replace(tunable.default(arguments), **one.use)
+            dataclasses.replace(tunable.default(arguments), **one.use)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -175,6 +175,11 @@ class FakeTokenizer:
         return f"{text}a:" + ("<think>\n" if enable_thinking else "")
 
 
+def texts(outputs) -> list[str]:
+    """The text of each output."""
+    return [output.outputs[0].text for output in outputs]
+
+
 def make_llm(engine: FakeEngine | None = None, *, tokenizer: bool = True, **options) -> LLM:
     """An LLM around fakes; ``options`` go to the engine unless one is given."""
     config = ModelConfig.preset("tiny-0.8b", vocab_size=VOCAB_SIZE)

@@ -9,14 +9,10 @@ import pytest
 
 from qwen35_jax import LLM, GenerationError, SamplingParams, UserInputError
 from qwen35_jax.llm import default_sampling_params, engine_config
-from tests.qwen35_jax.fakes import EOS, FakeEngine, make_llm
+from tests.qwen35_jax.fakes import EOS, FakeEngine, make_llm, texts
 
 pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=30)
-
-
-def texts(outputs):
-    return [output.outputs[0].text for output in outputs]
 
 
 # Prompts.

@@ -6,14 +6,10 @@ import threading
 import pytest
 
 from qwen35_jax import SamplingParams
-from tests.qwen35_jax.fakes import make_llm
+from tests.qwen35_jax.fakes import make_llm, texts
 
 pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=30)
-
-
-def texts(outputs):
-    return [output.outputs[0].text for output in outputs]
 
 
 def test_an_interrupted_call_leaves_the_engine_empty():
