@@ -7,6 +7,7 @@ import json
 import sys
 from unittest import mock
 
+import jax
 import pytest
 
 from pallas_kernels import bench
@@ -62,8 +63,13 @@ def test_a_peer_that_does_not_import_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_dense_peer_runs_on_a_specs_shapes(gated):
+def test_the_dense_peer_runs_on_a_specs_shapes(gated, monkeypatch):
+    gates, sigmoid = [], jax.nn.sigmoid
+    monkeypatch.setattr(jax.nn, "sigmoid", lambda gate: gates.append(gate.shape) or sigmoid(gate))
     assert bench_peers.dense_attention(DENSE, implementation="xla", gated=gated) > 0
+    model, length = DENSE.model, DENSE.lengths[0]
+    shape = (len(DENSE.lengths), length, model.num_heads, model.head_dim)
+    assert set(gates) == ({shape} if gated else set())
 
 
 @pytest.mark.parametrize(

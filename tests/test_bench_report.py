@@ -95,6 +95,30 @@ def test_figures_stand_beside_vllm_and_the_floor(root):
     assert front.startswith("# Front\n") and front.endswith("\nafter\n"), "text around the markers stays"
 
 
+def test_a_record_is_explained_by_what_counts_of_its_own_commit_or_else_by_the_newest(root):
+    def known():
+        return load_known(root / "benchmarks/results", root / "benchmarks/peers.json")
+
+    def explained_by():
+        job = known().valid("offline/4b/1024x128")
+        found = known().beside(job, "decode/4b/rows256")
+        return found and found.metrics["step_ms"]
+
+    def step(ms, day, **fields):
+        add(root, "decode/4b/rows256", {"step_ms": ms}, date=f"2026-01-{day:02}T03:04:05+00:00", **fields)
+
+    add(root, "offline/4b/1024x128", {"output_tok_s": 4310.0})
+    assert explained_by() is None
+    step(20.0, 3, commit="another")
+    assert explained_by() == 20, "where its commit has none"
+    step(19.0, 4, checks={"first_mismatch": "token 3"})
+    assert explained_by() is None, "nothing of its commit counts, and neither does the newest"
+    step(18.0, 5)
+    step(17.0, 6, device_count=2)
+    step(16.0, 7, commit="another")
+    assert explained_by() == 18
+
+
 def test_the_front_page_says_which_figures_no_commit_has(root):
     add(root, "decode/4b/rows64", {"step_ms": 8.0}, commit="0123456789+dirty")
     add(root, "decode/4b/rows1", {"step_ms": 3.0}, commit="unknown")

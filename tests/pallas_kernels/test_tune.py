@@ -158,6 +158,14 @@ def test_a_run_makes_one_entry_of_specs_of_one_key(tmp_path, capsys, monkeypatch
     assert entry.use["keys"] == 16, "first has more to lose"
     assert "for first and second: keys=16" in capsys.readouterr().out
 
+    specs |= {name: dataclasses.replace(spec, name=name) for name in ("third", "fourth")}
+    tried["third"] = [Tried(Tiling(), 9.0, fault="wrong"), Tried(Tiling(keys=64, warps=2), 1.0)]
+    tried["fourth"] = [Tried(Tiling(), 1.0), Tried(Tiling(keys=16), 0.5)]
+    assert tune.main(argv) == 1, "third has nothing in common with the others"
+    (entry,) = tuned.read(tmp_path / op / "tuned.json")
+    assert entry.measured["spec"] == "first, second, fourth" and entry.use["keys"] == 16
+    assert "third: no settings that were tried for all" in capsys.readouterr().err
+
 
 def arguments_of(op):
     case = tiny_specs_of(op)["tiny1-rows5"].case()
