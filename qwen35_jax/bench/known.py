@@ -32,6 +32,7 @@ MAIN_METRIC = {
     "start": "cold_s",  # or warm_s: a record has one of them
     "kernel": "us",
     "drift": "state_error",
+    "product": "tflop_s",
 }
 STARTS = {"cold_s": "nothing cached", "warm_s": "compiled programs cached"}
 """The ways to start, by metric."""

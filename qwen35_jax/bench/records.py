@@ -41,6 +41,7 @@ _PARTS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "open": (("load", rf"qps({_RATE})", "qps<R>"), ("workload", _WORKLOAD, "<in>x<out> or a name")),
     "kernel": (("workload", rf"({_NAME})", "the name of a spec"),),
     "drift": (("workload", rf"({_NAME})", "the name of a spec and its gates"),),
+    "product": (("workload", rf"({_NAME})", "the name of a product and its tokens"),),
     "start": (),
 }
 
@@ -54,11 +55,12 @@ class Cell:
     """The parts of a cell's name.
 
     Attributes:
-        kind: "offline", "prefill", "long", "decode", "closed", "open", "kernel", "drift" or "start".
+        kind: "offline", "prefill", "long", "decode", "closed", "open", "kernel", "drift", "product" or "start".
         subject: size of the model, or the op of a kernel or drift.
         load: tokens of a prefill or of a long prompt, rows of a decode step, clients of a closed loop, requests a
             second of an open one.
-        workload: ``<in>x<out>`` or a name (offline, closed, open), the spec of a kernel; empty where there is none.
+        workload: ``<in>x<out>`` or a name (offline, closed, open), the spec of a kernel, a product and its tokens;
+            empty where there is none.
         lengths: prompt and output tokens, where the workload says them.
         suffixes: names of the variant, in the order of the cell.
     """

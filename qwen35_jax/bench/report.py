@@ -275,6 +275,23 @@ def _peer_kernel(figure: PeerFigure) -> str:
     return f"{number(figure.metrics['us'])} us" if "us" in figure.metrics else _rate(figure.metrics)
 
 
+def products_section(known: Known, results: str) -> str:
+    """Rates of matrix products, after a pause and lasting."""
+    clocks = (("sm_clock_mhz", number), ("power_w", number), ("power_capped_share", percent))
+    rows = []
+    for cell in known.cells("product"):
+        record, good = known.record(cell), known.valid(cell)
+        metrics = good.metrics if good else {}
+        rates = [number(metrics.get("tflop_s")) if good else invalid(record), number(metrics.get("first_tflop_s"))]
+        told = [shown(metrics.get("clocks", {}).get(name)) for name, shown in clocks]
+        name = cell.removeprefix("product/")
+        rows.append([f"`{name}`", *rates, percent(metrics.get("spread")), *told, measured(record, results)])
+    if not rows:
+        return "Not measured yet."
+    header = ["cell", "TFLOP/s", "after a pause", "spread", "SM clock, MHz", "W", "capped", "commit, file"]
+    return table(header, rows)
+
+
 def drift_section(known: Known, results: str) -> str:
     """Errors of low-precision states after many steps."""
     names = ("state_error", "worst_head_error", "output_error", "float32_state_error", "float32_output_error")
@@ -377,6 +394,7 @@ SECTIONS: Mapping[str, Section] = {
     "start": start_section,
     "memory": memory_section,
     "kernels": kernel_section,
+    "products": products_section,
     "drift": drift_section,
     "history": history_section,
 }
