@@ -25,6 +25,9 @@ _DISTRIBUTIONS = re.compile(r"(jax|flax|numpy|ml_dtypes|nvidia|triton).*\.dist-i
 _FLAGS = re.compile(
     r"XLA_(?!(PYTHON_)?CLIENT_)|MOSAIC_(?!GPU_(RUNTIME_LIB|NVSHMEM))|TRITON_|NVIDIA_TF32|CUBLAS_|CUDNN_|TF_(?!CPP_)"
 )
+# JAX sets it to the CUDA that it has found, whatever it was: only what it is afterwards counts. Before, it only tells
+# whether a process was started by one that had imported JAX.
+_SET_BY_JAX = frozenset({"MOSAIC_GPU_CUDA_ROOT"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,7 @@ _PATHS = tuple(sys.path)
 AT_IMPORT = _take()
 """The state before this process imported ``qwen35_jax``."""
 
-FLAGS_AT_IMPORT = compiler_flags()
+FLAGS_AT_IMPORT = {name: value for name, value in compiler_flags().items() if name not in _SET_BY_JAX}
 """The environment's part then: XLA reads it once, at a time of its own."""
 
 IMPORTED_BEFORE = tuple(name for name in PACKAGES if name != __package__ and name in sys.modules)

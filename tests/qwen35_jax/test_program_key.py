@@ -156,6 +156,21 @@ def test_the_circumstances_are_part_of_a_key():
     assert len(set(found)) == len(found)
 
 
+def test_who_started_a_process_has_no_part():
+    """A process that has imported JAX hands on variables that JAX has set."""
+    child = "from qwen35_jax.code_state import *; import pallas_kernels; print(FLAGS_AT_IMPORT, compiler_flags())"
+    parent = f"import subprocess, sys, pallas_kernels; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("MOSAIC_GPU_")}
+    directly, by_another = (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, check=True
+        ).stdout
+        for code in (child, parent)
+    )
+    assert directly == by_another
+    assert "MOSAIC_GPU_CUDA_ROOT" in directly, "what JAX has found has part"
+
+
 def test_versions_driver_and_processor_are_known(tmp_path):
     versions = program_key._versions()
     for name in ("jax", "jaxlib", "flax", "numpy"):
