@@ -12,6 +12,7 @@ no longer fits into --time_limit is left out; both are named at the end, and the
   load      a start with cached programs, clients in a closed loop, arrivals in an open one
   long      a prefill step of one prompt, and 131,072 tokens in chunks
   kernels   every operation on the preset's shapes, a process each
+  products  the products of a prefill, after a pause and for as long as a job goes on
   peers     the operations that other libraries have, beside them in one run (flash-linear-attention, cuDNN)
   drift     a bfloat16 recurrent state over 2,000 steps
   sanitize  every operation under compute-sanitizer
@@ -45,8 +46,8 @@ from qwen35_jax.errors import UserInputError  # noqa: E402
 from qwen35_jax.presets import PRESETS  # noqa: E402
 from scripts.gpu_check import environment, probe  # noqa: E402
 
-PARTS = ("start", "steps", "load", "long", "kernels", "peers", "drift", "sanitize", "check")
-DEFAULT_PARTS = ("start", "steps", "load", "long", "kernels")
+PARTS = ("start", "steps", "load", "long", "kernels", "products", "peers", "drift", "sanitize", "check")
+DEFAULT_PARTS = ("start", "steps", "load", "long", "kernels", "products")
 OF_REAL_MODELS = ("kernels", "peers", "drift")  # their shapes are those of the family's members
 PEER_OPS = ("paged_prefill_attention", "gdn_prefill")
 _GRACE_S = 5.0  # between asking a process to end and ending it
@@ -133,6 +134,10 @@ def steps_of(parts: Sequence[str], presets: Sequence[str], folder: str, now: dat
             for op in registry.all_ops():
                 arguments = ("-m", "pallas_kernels.bench", f"--op={op.name}", f"--spec={preset}-*")
                 steps.append(Step(f"kernels {preset} {op.name}", (*arguments, f"--output={kernels}"), 120, (kernels,)))
+        if "products" in parts:
+            products = f"{folder}/results/{day}-products-{preset}.json"
+            arguments = ("scripts/bench_products.py", *model, f"--results={products}")
+            steps.append(Step(f"products {preset}", arguments, 180, (products,)))
         if "peers" in parts:
             for name in PEER_OPS:
                 arguments = ("scripts/bench_peers.py", f"--op={name}", f"--spec={preset}-*")

@@ -247,6 +247,20 @@ def test_kernels_and_latencies(root):
     assert peers.startswith("cuDNN, dense 450 us in the same run; ")
 
 
+def test_products(root):
+    assert "Not measured yet" in section(make(root), "products")
+    clocks = {"sm_clock_mhz": 1485.0, "power_w": 690.2, "power_capped_share": 1.0, "readings": 9}
+    metrics = {"tflop_s": 681.4, "first_tflop_s": 795.9, "spread": 0.013}
+    add(root, "product/4b/square-8192", metrics | {"clocks": clocks})
+    add(root, "product/4b/chain-8192", metrics)
+    add(root, "product/4b/gate_up-8192", metrics, checks={"first_mismatch": "0.2 from the reference, allowed 0.01"})
+    text = make(root)
+    assert row(text, "`4b/square-8192`")[1:7] == ["681", "796", "1%", "1,485", "690", "100%"]
+    assert row(text, "`4b/chain-8192`")[1:7] == ["681", "796", "1%", "–", "–", "–"], "a device that does not tell"
+    wrong = row(text, "`4b/gate_up-8192`")
+    assert wrong[1].startswith("**invalid**: wrong output") and wrong[2:7] == ["–"] * 5
+
+
 def test_drift(root):
     names = ("state_error", "worst_head_error", "output_error", "float32_state_error", "float32_output_error")
     curves = {"bfloat16": {"state": [1e-3, 2e-3], "worst_head": [1e-3, 3e-3], "output": [4e-3, 5e-3]}}

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import bench, registry, sanitize
 from pallas_kernels.gdn_decode import drift
 from qwen35_jax.cli import bench as load_bench
-from scripts import bench_peers, gpu_check, measure_all, profile_step
+from scripts import bench_peers, bench_products, gpu_check, measure_all, profile_step
 from scripts.measure_all import PARTS, Step, main, run_step, run_steps, steps_of
 
 NOW = datetime.datetime(2026, 5, 4, 3, 2, 1, tzinfo=datetime.UTC)
@@ -46,6 +46,7 @@ def test_every_command_is_one_that_its_tool_takes(one, monkeypatch):
     monkeypatch.setattr(sanitize, "find_tool", stop)
     monkeypatch.setattr(drift, "measure", stop)
     monkeypatch.setattr(profile_step, "make_engine", stop)
+    monkeypatch.setattr(bench_products, "make", stop)
     monkeypatch.setattr(gpu_check, "probe", stop)
     monkeypatch.setattr(bench.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(load_bench, "_make_engine", stop)
@@ -56,6 +57,7 @@ def test_every_command_is_one_that_its_tool_takes(one, monkeypatch):
         "qwen35_jax.cli.bench": lambda: load_bench.main(["bench", *flags]),
         "scripts/profile_step.py": lambda: profile_step.main(["profile_step.py", *flags]),
         "pallas_kernels.bench": lambda: bench.main(flags),
+        "scripts/bench_products.py": lambda: bench_products.main(["bench_products.py", *flags]),
         "scripts/bench_peers.py": lambda: bench_peers.main(flags),
         "pallas_kernels.gdn_decode.drift": lambda: drift.main(flags),
         "pallas_kernels.sanitize": lambda: sanitize.main(flags),

@@ -54,6 +54,7 @@ def record(cell="decode/4b/rows8", **fields) -> Record:
         ("kernel/gdn_decode/4b-rows64", Cell("kernel", "gdn_decode", None, "4b-rows64")),
         ("kernel/gdn_prefill/4b-8x1024", Cell("kernel", "gdn_prefill", None, "4b-8x1024")),
         ("drift/gdn_decode/4b-rows64-none", Cell("drift", "gdn_decode", None, "4b-rows64-none")),
+        ("product/4b/square-8192@zeros", Cell("product", "4b", None, "square-8192", suffixes=("zeros",))),
         ("start/tiny-4b", Cell("start", "tiny-4b")),
     ],
 )
