@@ -372,8 +372,8 @@ def _sampling_options(body: Mapping[str, Any], kind: str | None) -> dict[str, An
     if most is not None:
         if options.get("max_tokens") is None:  # null says nothing, as elsewhere
             options["max_tokens"] = most
-        elif options["max_tokens"] != most:
-            message = f"max_tokens is {options['max_tokens']} and max_completion_tokens is {most}"
+        elif type(options["max_tokens"]) is not type(most) or options["max_tokens"] != most:  # to Python, true is 1
+            message = f"max_tokens is {brief(options['max_tokens'])} and max_completion_tokens is {brief(most)}"
             raise RequestError("invalid_value", message, param="max_completion_tokens")
     flag = options.get("logprobs")
     if kind == "chat" and flag is not None and not isinstance(flag, bool):

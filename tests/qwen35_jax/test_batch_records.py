@@ -230,6 +230,8 @@ BAD = [
     (chat(max_tokens=0), "invalid_value", "body.max_tokens", "0"),
     (chat(max_tokens=1.5), "invalid_value", "body.max_tokens", "1.5"),
     (chat(max_completion_tokens=1, max_tokens=2), "invalid_value", "body.max_completion_tokens", "2"),
+    (chat(max_completion_tokens=True, max_tokens=1), "invalid_value", "body.max_completion_tokens", "bool True"),
+    (chat(max_completion_tokens=1.0, max_tokens=1), "invalid_value", "body.max_completion_tokens", "float 1.0"),
     (chat(n=2), "invalid_value", "body.n", "n=1"),
     (chat(logit_bias={"5": 1}), "invalid_value", "body.logit_bias", "not supported"),
     (chat(logprobs=3), "invalid_value", "body.logprobs", "top_logprobs"),
