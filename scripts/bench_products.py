@@ -9,6 +9,7 @@ costs less power than numbers do: what it gains is what the limit takes.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 
@@ -78,7 +79,7 @@ def checks_of(cell: Cell, product: Product, config: ModelConfig, tokens: int) ->
     reference = make(dataclasses.replace(cell, kernels=registry.REFERENCE), config, tokens)
     far = products.difference(product, reference)
     wrong = None if far <= FARTHEST[cell.name] else f"{far:.2g} from the reference, allowed {FARTHEST[cell.name]}"
-    return {"relative_difference": far, "first_mismatch": wrong}
+    return {"relative_difference": far if math.isfinite(far) else None, "first_mismatch": wrong}
 
 
 def table(rates: Sequence[tuple[str, Rate]]) -> str:

@@ -68,6 +68,14 @@ def test_a_kernel_that_is_wrong_makes_its_record_invalid(tmp_path, rates, monkey
     assert wrong["product/tiny-4b/chain-16"] is None, "a chain of layers may be so far"
 
 
+def test_an_output_that_is_no_number_is_wrong(tmp_path, rates, monkeypatch):
+    monkeypatch.setattr(products, "difference", lambda *_: float("nan"))
+    path = tmp_path / "r.json"
+    assert main(["bench_products.py", "--preset=tiny-4b", "--products=gate_up", f"--results={path}", *QUICK]) == 1
+    checks = read_records(path)[0].checks
+    assert checks == {"relative_difference": None, "first_mismatch": "nan from the reference, allowed 0.01"}
+
+
 def test_a_device_that_does_not_tell_its_clock(rates):
     with Clocks(None) as clocks:
         pass

@@ -35,7 +35,7 @@ from qwen35_jax.shapes import Activations, Matrix
 CHAIN, SQUARE, GATE_UP = "chain", "square", "gate_up"
 _PROGRAM_FLOPS = 3e13  # of a program at the least: with 40 ms on an H200 its dispatch is no part of its time
 _COLD_BYTES = 256 << 20  # of the weights that calls take in turns: several times the L2 cache
-_MOST_WEIGHTS = 32
+_MOST_WEIGHTS, _MOST_CALLS = 32, 512  # of few tokens a program is short rather than long to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Timing:
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Inner dimension and columns of the products of a model's layers; of two alike the first."""
+    """Inner dimension and columns of the products of a model's layers, by name."""
     hidden, attention, gdn = config.hidden_size, config.attention, config.gdn
     heads = attention.num_heads * attention.head_dim
-    shapes = {
+    return {
         "in_proj": (hidden, gdn.conv_dim + gdn.value_dim + 2 * gdn.num_v_heads),
         "qkv_proj": (hidden, 2 * heads + 2 * attention.num_kv_heads * attention.head_dim),
         "out_proj": (gdn.value_dim, hidden),
@@ -105,13 +105,14 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
         GATE_UP: (hidden, 2 * config.intermediate_size),
         "down": (config.intermediate_size, hidden),
     }
-    first = {shape: name for name, shape in reversed(shapes.items())}
-    return {name: shape for name, shape in shapes.items() if first[shape] == name}
 
 
 def names_of(config: ModelConfig) -> tuple[str, ...]:
-    """The products that can be asked for."""
-    return (*shapes_of(config), CHAIN, SQUARE)
+    """The products that can be asked for: of those of one shape the first; all in their order; the square one."""
+    first: dict[tuple[int, int], str] = {}
+    for name, shape in shapes_of(config).items():
+        first.setdefault(shape, name)
+    return (*first.values(), CHAIN, SQUARE)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "zeros"))
@@ -176,7 +177,7 @@ def repeated(
     """
     calls = len(weights)
     if x.device.platform == "gpu":
-        calls = max(calls, round(_PROGRAM_FLOPS / flops))
+        calls = max(calls, min(_MOST_CALLS, round(_PROGRAM_FLOPS / flops)))
 
     @jax.jit
     def program(x, weights):
@@ -201,25 +202,18 @@ def chain(
         zeros: multiply zeros (norms of zeros are zeros).
         dtype: of everything.
     """
-    hidden, gdn, attention = config.hidden_size, config.gdn, config.attention
-    heads = {"linear_attention": gdn.value_dim, "full_attention": attention.num_heads * attention.head_dim}
-    first = {"linear_attention": "in_proj", "full_attention": "qkv_proj"}
-    shapes = shapes_of(config)
+    hidden, shapes = config.hidden_size, shapes_of(config)
+    names = {"linear_attention": ("in_proj", "out_proj"), "full_attention": ("qkv_proj", "o_proj")}
     keys = iter(jax.random.split(jax.random.key(0), 3 + 4 * config.num_layers))
-
-    def drawn(*shape: int) -> jax.Array:
-        return _drawn(next(keys), shape, INIT_STDDEV, dtype, zeros)
-
     layers = [
-        {
-            "into": drawn(*shapes[first[kind]]),
-            "out_of": drawn(heads[kind], hidden),
-            GATE_UP: drawn(hidden, 2 * config.intermediate_size),
-            "down": drawn(config.intermediate_size, hidden),
-        }
+        {name: _drawn(next(keys), shapes[name], INIT_STDDEV, dtype, zeros) for name in (*names[kind], GATE_UP, "down")}
         for kind in config.layer_types
     ]
-    mixed = {size: _drawn(next(keys), (tokens, size), 1.0, dtype, zeros) for size in sorted(set(heads.values()))}
+    # What attention and the delta rule would give, by its width.
+    mixed = {
+        width: _drawn(next(keys), (tokens, width), 1.0, dtype, zeros)
+        for width in sorted({shapes["out_proj"][0], shapes["o_proj"][0]})
+    }
     x = _drawn(next(keys), (tokens, hidden), 1.0, dtype, zeros)
     unit = jnp.zeros((hidden,), jnp.float32)  # of a norm with 1 + w
     swiglu = functools.partial(swiglu_product, implementation=registry.implementation_of(kernels, "swiglu_product"))
@@ -228,10 +222,12 @@ def chain(
     def program(x, mixed, layers):
         total, delta = jnp.float32(0), None
         for kind, layer in zip(config.layer_types, layers, strict=True):
+            into, out_of = names[kind]
             x, normed = add_norm(x, delta, unit, config.rms_norm_eps, kernels)
-            total, projected = _counted(total, linear(normed, layer["into"], first[kind]))
-            own, total = lax.optimization_barrier((mixed[heads[kind]], total))  # behind the product, as in the model
-            x, normed = add_norm(x, linear(own, layer["out_of"], "out_proj"), unit, config.rms_norm_eps, kernels)
+            total, _ = _counted(total, linear(normed, layer[into], into))
+            # Behind the product, as in a model.
+            own, total = lax.optimization_barrier((mixed[shapes[out_of][0]], total))
+            x, normed = add_norm(x, linear(own, layer[out_of], out_of), unit, config.rms_norm_eps, kernels)
             delta = linear(swiglu(normed, layer[GATE_UP]), layer["down"], "down")
         return total, x + delta
 

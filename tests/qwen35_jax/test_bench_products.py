@@ -14,6 +14,7 @@ from qwen35_jax.bench import floors, products
 from qwen35_jax.bench.products import CHAIN, GATE_UP, SQUARE, Product, Timing
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.layers.linear import linear
+from qwen35_jax.presets import PRESETS
 
 TINY = ModelConfig.preset("tiny-4b")
 
@@ -26,19 +27,22 @@ def dots(product: Product) -> int:
     )
 
 
-def test_shapes_are_those_of_the_layers():
-    config = ModelConfig.preset("4b")
-    assert products.shapes_of(config) == {
-        "in_proj": (2560, 12352),
-        "qkv_proj": (2560, 10240),
-        "out_proj": (4096, 2560),
-        GATE_UP: (2560, 18432),
-        "down": (9216, 2560),
-    }, "o_proj has the shape of out_proj"
-    assert products.names_of(config)[-2:] == (CHAIN, SQUARE)
-    every = {"in_proj": 24, "qkv_proj": 8, "out_proj": 32, GATE_UP: 32, "down": 32}
-    numbers = {name: inner * columns for name, (inner, columns) in products.shapes_of(config).items()}
-    assert sum(every[name] * numbers[name] for name in every) == floors.layer_parameters(config)
+@pytest.mark.parametrize("size", PRESETS)
+def test_shapes_are_those_of_the_layers(size):
+    config = ModelConfig.preset(size)
+    of_kind = {"linear_attention": ("in_proj", "out_proj"), "full_attention": ("qkv_proj", "o_proj")}
+    names = [name for kind in config.layer_types for name in (*of_kind[kind], GATE_UP, "down")]
+    shapes = products.shapes_of(config)
+    assert sum(shapes[name][0] * shapes[name][1] for name in names) == floors.layer_parameters(config)
+
+
+def test_products_of_one_shape_are_measured_once():
+    assert products.names_of(ModelConfig.preset("4b")) == (
+        *("in_proj", "qkv_proj", "out_proj", GATE_UP, "down"),  # o_proj has the shape of out_proj
+        *(CHAIN, SQUARE),
+    )
+    shapes = products.shapes_of(ModelConfig.preset("4b"))
+    assert shapes["out_proj"] == shapes["o_proj"] == (4096, 2560) and shapes[GATE_UP] == (2560, 18432)
 
 
 @pytest.mark.parametrize("name", [name for name in products.names_of(TINY) if name != CHAIN])
