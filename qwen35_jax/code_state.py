@@ -25,8 +25,8 @@ _DISTRIBUTIONS = re.compile(r"(jax|flax|numpy|ml_dtypes|nvidia|triton).*\.dist-i
 _FLAGS = re.compile(
     r"XLA_(?!(PYTHON_)?CLIENT_)|MOSAIC_(?!GPU_(RUNTIME_LIB|NVSHMEM))|TRITON_|NVIDIA_TF32|CUBLAS_|CUDNN_|TF_(?!CPP_)"
 )
-# JAX sets it to the CUDA that it has found, whatever it was: only what it is afterwards counts. Before, it only tells
-# whether a process was started by one that had imported JAX.
+# Mosaic GPU sets it to the CUDA that JAX has found, whatever it was: only what it is afterwards counts. Before, it
+# only tells whether a process was started by one that had imported Mosaic GPU.
 _SET_BY_JAX = frozenset({"MOSAIC_GPU_CUDA_ROOT"})
 
 

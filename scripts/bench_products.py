@@ -5,7 +5,7 @@
 Cells ``product/<size>/<name>-<tokens>``: the first program after a pause, and programs that follow others at the
 device's limit of power, with clock and power beside them. ``gate_up`` is one kernel with its activation; ``@reference``
 are the same products as the compiler makes them, a kernel for what is between them. ``@zeros`` multiplies zeros, which
-costs less power than numbers do: what it gains is what the limit takes.
+costs less power than numbers do: what it gains is the least that the limit takes.
 """
 
 import dataclasses
@@ -117,8 +117,8 @@ def _run(line: CommandLine) -> int:
     if line.preset not in PRESETS:
         raise UserInputError(f"--preset: no model {line.preset!r} (there are {', '.join(PRESETS)})")
     for name, least in (("tokens", 1), ("samples", 1), ("pause", 0), ("settle", 0)):
-        if not getattr(line, name) >= least:
-            raise UserInputError(f"--{name} must be at least {least}, got {getattr(line, name)}")
+        if not least <= getattr(line, name) < math.inf:
+            raise UserInputError(f"--{name} must be a number of at least {least}, got {getattr(line, name)}")
     if line.results:
         check_results(line.results)
     config = ModelConfig.preset(line.preset)
@@ -141,6 +141,7 @@ def _run(line: CommandLine) -> int:
             settings |= dataclasses.asdict(timing)
             append_records(line.results, [make_record(name, rate.metrics, settings=settings, checks=checks)])
         broken |= checks.get("first_mismatch") is not None
+        del product  # its weights: the next one's come beside no others
     print(f"{device.device_kind}, {line.tokens} tokens\n{table(rates)}")
     return int(broken)
 

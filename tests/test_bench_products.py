@@ -88,10 +88,12 @@ def test_a_device_that_does_not_tell_its_clock(rates):
     [
         (("--preset=5b",), "no model '5b'"),
         (("--products=middle",), "'middle' is none of in_proj"),
-        (("--tokens=0",), "--tokens must be at least 1, got 0"),
-        (("--samples=0",), "--samples must be at least 1, got 0"),
-        (("--pause=-1",), "--pause must be at least 0, got -1"),
-        (("--settle=nan",), "--settle must be at least 0, got nan"),
+        (("--tokens=0",), "--tokens must be a number of at least 1, got 0"),
+        (("--samples=0",), "--samples must be a number of at least 1, got 0"),
+        (("--pause=-1",), "--pause must be a number of at least 0, got -1"),
+        (("--pause=inf",), "--pause must be a number of at least 0, got inf"),
+        (("--settle=inf",), "--settle must be a number of at least 0, got inf"),
+        (("--settle=nan",), "--settle must be a number of at least 0, got nan"),
     ],
 )
 def test_flags_that_cannot_be_meant_are_refused(flags, said, capsys):

@@ -1,9 +1,9 @@
 """Rates of a prefill's matrix products for as long as a job goes on: what the limit of power leaves of them.
 
 A GPU that comes out of a pause multiplies faster than it can go on to: its clock falls until the board draws what it
-may. So every rate is there twice, of the first program after a pause and of programs that follow a second or more of
-the same work, and beside the second stand clock and power. Random numbers cost more power than zeros, which says how
-much of a rate is the limit's.
+may. So every rate is there twice, of the first program after a pause (in which the clock may already fall) and of
+programs that follow a second or more of the same work, and beside the second stand clock and power. Zeros cost less
+power than random numbers: what they gain is the least that the limit takes.
 
 Products: those of the model's layers by name, each alone, with weights in turns that the cache does not hold; the
 ``chain`` of all layers with activations, residual sums and norms (attention and the delta rule are left out, each
@@ -33,7 +33,7 @@ from qwen35_jax.model import add_norm
 from qwen35_jax.shapes import Activations, Matrix
 
 CHAIN, SQUARE, GATE_UP = "chain", "square", "gate_up"
-_PROGRAM_FLOPS = 3e13  # of a program at the least: with 40 ms on an H200 its dispatch is no part of its time
+_PROGRAM_FLOPS = 3e13  # of a product's program: with 40 ms on an H200 its dispatch is no part of its time
 _COLD_BYTES = 256 << 20  # of the weights that calls take in turns: several times the L2 cache
 _MOST_WEIGHTS, _MOST_CALLS = 32, 512  # of few tokens a program is short rather than long to compile
 
