@@ -30,11 +30,10 @@ from jax import lax
 
 import pallas_kernels
 from pallas_kernels import distance, records, registry
-from pallas_kernels.ceilings import Ceilings, measure_ceilings
+from pallas_kernels.ceilings import COLD_BYTES, Ceilings, measure_ceilings
 from pallas_kernels.provenance import current_commit
 from pallas_kernels.spec import Case, Spec, specs_of, tiny_specs_of
 
-_COLD_BYTES = 256 << 20  # several times the L2 cache of any device that these kernels run on
 _PROGRAM_S = 4e-3  # a timed program should take so long at the least: several times what its dispatch takes
 _SHORTEST_CALL_S = 5e-6  # an op is a launch or two
 _MOST_ROUNDS = 64
@@ -173,7 +172,7 @@ def with_cold_layers(spec: Spec, calls: int) -> Spec:
     )
     if not one_layer:
         return spec  # the op works on no layer of a pool
-    return dataclasses.replace(spec, num_layers=max(spec.num_layers, min(calls, -(-_COLD_BYTES // one_layer))))
+    return dataclasses.replace(spec, num_layers=max(spec.num_layers, min(calls, -(-COLD_BYTES // one_layer))))
 
 
 def separate_inputs(arguments: dict[str, jax.Array], calls: int, layers: int = 1) -> list[dict[str, jax.Array]]:
@@ -381,8 +380,7 @@ def table(measurements: Sequence[Measurement], ceilings: Ceilings) -> str:
                 _told(item.peer),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(records.aligned(rows))
 
 
 def main(

@@ -8,6 +8,8 @@ import time
 import jax
 import jax.numpy as jnp
 
+COLD_BYTES = 256 << 20
+"""Several times the L2 cache of any device that these kernels run on: what calls take so much of is in memory."""
 KNOWN_CEILINGS = {"NVIDIA H200": (4.26e12, 780e12)}
 """Bytes/s of a device copy and bf16 FLOP/s of a large product, by device kind, where they were measured apart."""
 

@@ -1,4 +1,4 @@
-"""Results files of the kernels' tools: lists of records, each with what it was measured on and by which command."""
+"""Results of the kernels' tools: files of records, each with what it was measured on and by which command; tables."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def result(
         "settings": _plain(settings),
         "checks": _plain(checks),
     }
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose rows, the header among them, have columns of one width each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _plain(value: Any) -> Any:

@@ -247,8 +247,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
         of_op = [found[op, tool] for tool in tools]
         ran = dict.fromkeys(name for verdict in of_op for name in verdict.ran.values())
         rows.append([op, ", ".join(ran) or "-", *(cell(verdict) for verdict in of_op)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = records.aligned(rows)
     for verdict in verdicts:
         if verdict.messages:
             lines.append(f"{verdict.op}, {verdict.tool}:")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.records import aligned
 from qwen35_jax import runtime
 from qwen35_jax.bench import products
 from qwen35_jax.bench.clocks import reader
@@ -91,8 +92,7 @@ def table(rates: Sequence[tuple[str, Rate]]) -> str:
             for key, form in (("sm_clock_mhz", "{:.0f}"), ("power_w", "{:.0f}"), ("power_capped_share", "{:.0%}"))
         ]
         rows.append((name, f"{rate.lasting / 1e12:.1f}", f"{rate.first / 1e12:.1f}", f"{rate.spread:.1%}", *told))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def command_line() -> CommandLine:
@@ -137,7 +137,7 @@ def _run(line: CommandLine) -> int:
         checks = checks_of(cell, product, config, line.tokens)
         rates.append((name, rate))
         if line.results:
-            settings = {"tokens": line.tokens, "dtype": "bfloat16", "kernels": cell.kernels}
+            settings = {"tokens": line.tokens, "dtype": products.DTYPE, "kernels": cell.kernels}
             settings |= dataclasses.asdict(timing)
             append_records(line.results, [make_record(name, rate.metrics, settings=settings, checks=checks)])
         broken |= checks.get("first_mismatch") is not None

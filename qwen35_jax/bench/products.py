@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import registry, swiglu_product
+from pallas_kernels.ceilings import COLD_BYTES
 from qwen35_jax.bench import floors
 from qwen35_jax.bench.clocks import Clocks, Reading
 from qwen35_jax.config import ModelConfig
@@ -33,8 +34,9 @@ from qwen35_jax.model import add_norm
 from qwen35_jax.shapes import Activations, Matrix
 
 CHAIN, SQUARE, GATE_UP = "chain", "square", "gate_up"
+DTYPE = "bfloat16"
+"""Of everything that is multiplied."""
 _PROGRAM_FLOPS = 3e13  # of a product's program: with 40 ms on an H200 its dispatch is no part of its time
-_COLD_BYTES = 256 << 20  # of the weights that calls take in turns: several times the L2 cache
 _MOST_WEIGHTS, _MOST_CALLS = 32, 512  # of few tokens a program is short rather than long to compile
 
 
@@ -115,14 +117,16 @@ def names_of(config: ModelConfig) -> tuple[str, ...]:
     return (*first.values(), CHAIN, SQUARE)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "zeros"))
-def _drawn(key: jax.Array, shape: tuple[int, ...], scale: float, dtype: str, zeros: bool) -> jax.Array:
-    """Normal numbers, in the dtype from the start: a large weight in fp32 beside it would be twice its size."""
-    return (
-        jnp.zeros(shape, dtype)
-        if zeros
-        else jax.random.normal(key, shape, jnp.dtype(dtype)) * jnp.asarray(scale, dtype)
-    )
+@functools.partial(jax.jit, static_argnames=("shape", "zeros"))
+def _drawn(key: jax.Array, shape: tuple[int, ...], scale: float, zeros: bool) -> jax.Array:
+    """Normal numbers, in their dtype from the start: a large weight in fp32 beside it would be twice its size."""
+    if zeros:
+        return jnp.zeros(shape, DTYPE)
+    return jax.random.normal(key, shape, jnp.dtype(DTYPE)) * jnp.asarray(scale, DTYPE)
+
+
+def _swiglu(kernels: str) -> Callable[[Activations, Matrix], Activations]:
+    return functools.partial(swiglu_product, implementation=registry.implementation_of(kernels, "swiglu_product"))
 
 
 def _counted(total: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -131,9 +135,7 @@ def _counted(total: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
     return total + out.ravel()[0].astype(jnp.float32), out
 
 
-def alone(
-    name: str, config: ModelConfig, tokens: int, *, kernels: str = "auto", zeros: bool = False, dtype: str = "bfloat16"
-) -> Product:
+def alone(name: str, config: ModelConfig, tokens: int, *, kernels: str = "auto", zeros: bool = False) -> Product:
     """One of the model's products, or the ``square`` one of ``tokens`` in every direction, again and again.
 
     Args:
@@ -142,20 +144,14 @@ def alone(
         tokens: rows.
         kernels: of ``gate_up``, which has its activation: implementation of ``swiglu_product``.
         zeros: multiply zeros.
-        dtype: of everything.
     """
     inner, columns = (tokens, tokens) if name == SQUARE else shapes_of(config)[name]
-    flops, size = 2 * tokens * inner * columns, inner * columns * jnp.dtype(dtype).itemsize
-    x_key, *keys = jax.random.split(jax.random.key(0), 1 + min(_MOST_WEIGHTS, max(2, -(-_COLD_BYTES // size))))
+    flops, size = 2 * tokens * inner * columns, inner * columns * jnp.dtype(DTYPE).itemsize
+    x_key, *keys = jax.random.split(jax.random.key(0), 1 + min(_MOST_WEIGHTS, max(2, -(-COLD_BYTES // size))))
     # As the model has them: tokens out of a norm, weights of its initialisation.
-    x = _drawn(x_key, (tokens, inner), 1.0, dtype, zeros)
-    weights = [_drawn(key, (inner, columns), INIT_STDDEV, dtype, zeros) for key in keys]
-    if name == GATE_UP:
-        product = functools.partial(
-            swiglu_product, implementation=registry.implementation_of(kernels, "swiglu_product")
-        )
-    else:
-        product = functools.partial(linear, scope=name)
+    x = _drawn(x_key, (tokens, inner), 1.0, zeros)
+    weights = [_drawn(key, (inner, columns), INIT_STDDEV, zeros) for key in keys]
+    product = _swiglu(kernels) if name == GATE_UP else functools.partial(linear, scope=name)
     return repeated(name, product, x, weights, flops)
 
 
@@ -190,9 +186,7 @@ def repeated(
     return Product(name, functools.partial(program, x, list(weights)), flops * calls)
 
 
-def chain(
-    config: ModelConfig, tokens: int, *, kernels: str = "auto", zeros: bool = False, dtype: str = "bfloat16"
-) -> Product:
+def chain(config: ModelConfig, tokens: int, *, kernels: str = "auto", zeros: bool = False) -> Product:
     """The products of all layers in the model's order, with activations, residual sums and norms.
 
     Args:
@@ -200,23 +194,22 @@ def chain(
         tokens: rows.
         kernels: implementations of ``swiglu_product`` and ``add_rms_norm``, as ``EngineConfig.kernels``.
         zeros: multiply zeros (norms of zeros are zeros).
-        dtype: of everything.
     """
     hidden, shapes = config.hidden_size, shapes_of(config)
     names = {"linear_attention": ("in_proj", "out_proj"), "full_attention": ("qkv_proj", "o_proj")}
     keys = iter(jax.random.split(jax.random.key(0), 3 + 4 * config.num_layers))
     layers = [
-        {name: _drawn(next(keys), shapes[name], INIT_STDDEV, dtype, zeros) for name in (*names[kind], GATE_UP, "down")}
+        {name: _drawn(next(keys), shapes[name], INIT_STDDEV, zeros) for name in (*names[kind], GATE_UP, "down")}
         for kind in config.layer_types
     ]
     # What attention and the delta rule would give, by its width.
     mixed = {
-        width: _drawn(next(keys), (tokens, width), 1.0, dtype, zeros)
+        width: _drawn(next(keys), (tokens, width), 1.0, zeros)
         for width in sorted({shapes["out_proj"][0], shapes["o_proj"][0]})
     }
-    x = _drawn(next(keys), (tokens, hidden), 1.0, dtype, zeros)
+    x = _drawn(next(keys), (tokens, hidden), 1.0, zeros)
     unit = jnp.zeros((hidden,), jnp.float32)  # of a norm with 1 + w
-    swiglu = functools.partial(swiglu_product, implementation=registry.implementation_of(kernels, "swiglu_product"))
+    swiglu = _swiglu(kernels)
 
     @jax.jit
     def program(x, mixed, layers):
